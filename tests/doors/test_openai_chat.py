@@ -169,7 +169,8 @@ async def test_the_same_question_with_other_instructions_is_asked_again(tmp_path
         async with AsyncOpenAI(base_url=f"{door.url}/v1", api_key=TOKEN, max_retries=0) as client:
             french, german = ({"role": "system", "content": f"Answer in {name}."} for name in ("French", "German"))
             for instructions in ([], [french], [french], [german], []):
-                await client.chat.completions.create(model="ada", messages=[*instructions, user("2+2?")])
+                messages: list[Any] = [*instructions, user("2+2?")]
+                await client.chat.completions.create(model="ada", messages=messages)
         assert await sent_to(door) == [
             "2+2?",
             "Instructions from the program:\nAnswer in French.\n\n2+2?",

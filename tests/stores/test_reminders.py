@@ -22,8 +22,8 @@ from tests.conftest import PEOPLE
 from tests.engines import Engine
 
 from .processes import Opener, envelope
-from .steps import call, says
-from .task_steps import Society, claim, claims, message, press, questions, said, send, step, task_of
+from .steps import call, message_to, says
+from .task_steps import Society, claim, claims, message, press, questions, run_send, said, send, step, task_of
 
 HOUR = 3_600_000
 
@@ -79,6 +79,38 @@ async def test_a_reply_with_a_tool_counts_as_an_answer(store: Society) -> None:
     assert len(await delayed(store)) == 1
     await send(store, "ada", "yes", "bob", in_reply_to=asked.message_id)
     assert await delayed(store) == []
+
+
+async def test_one_answer_to_two_questions_withdraws_the_reminders_of_both(store: Society) -> None:
+    for text in ("well?", "and?"):
+        await remind(store, (await send(store, "bob", text, "ada")).message_id)
+    other = await remind(store, (await send(store, "bob", "me too", "cyd")).message_id, sender="cyd", to="user")
+    assert len(await delayed(store)) == 3
+    await step(store, await claim(store, "bob"), said("yes"))
+    assert await delayed(store) == []
+    assert (await message(store, other.message_id)).state == "withdrawn"
+    answer = next(one for one in await store.waiting("ada") if one.sender == "bob")
+    await store.withdraw(answer.id, "bob")
+    assert len(await delayed(store)) == 2
+
+
+async def test_a_text_that_was_sent_with_a_tool_before_is_the_answer(store: Society) -> None:
+    asked = await send(store, "bob", "well?", "ada")
+    await remind(store, asked.message_id)
+    claimed = await step(store, await claim(store, "bob"), says("", message_to("ada", "yes")))
+    await step(store, await run_send(store, claimed), said("yes"))
+    assert [one.payload["text"] for one in await store.waiting("ada")] == ["yes"]
+    assert await delayed(store) == []
+
+
+async def test_a_withdrawn_answer_restores_nothing_while_another_answer_stands(store: Society) -> None:
+    asked = await send(store, "bob", "well?", "ada")
+    reminder = await remind(store, asked.message_id)
+    answers = [await send(store, "ada", text, "bob", in_reply_to=asked.message_id) for text in ("yes", "no")]
+    await store.withdraw(answers[0].message_id, "bob")
+    assert await delayed(store) == []
+    await store.withdraw(answers[1].message_id, "bob")
+    assert await delayed(store) == [reminder.message_id]
 
 
 @pytest.mark.parametrize("how", ["button", "text"])

@@ -18,8 +18,8 @@ from coterie.turn_store import Claim
 from tests.engines import Engine
 from tests.pruning import pruned
 
-from .steps import call, done, history_lines, says
-from .task_steps import Society, claim, press, questions, said, send, step, task_of
+from .steps import call, done, history_lines, message_to, says
+from .task_steps import Society, claim, press, questions, run_send, said, send, step, task_of
 
 MONTH = timedelta(days=30)
 
@@ -64,6 +64,28 @@ async def test_an_old_turn_is_deleted_with_all_that_belongs_to_it(store: Society
     assert await pruned(store, messages=MONTH) == Pruned(), "there is nothing left to delete"
     await step(store, claimed, said("still here"))
     assert (await store.thread("ada"))[-1].payload["text"] == "still here"
+
+
+@pytest.mark.parametrize("what", ["a delayed message", "a schedule", "a paused schedule", "a task at work"])
+async def test_the_message_that_caused_what_is_still_to_come_stays(store: Society, clock: FakeClock, what: str) -> None:
+    task = (await send(store, "ada", "ask bob, later")).task
+    scheduled = {"every": "1 day"} if "schedule" in what else {"delayMs": MONTH * 2 // timedelta(milliseconds=1)}
+    claimed = await step(store, await claim(store), says("", message_to("bob", "news?", **scheduled)))
+    await step(store, await run_send(store, claimed), said("I will"))
+    if what == "a paused schedule":
+        (schedule,) = await store.schedules()
+        await store.change_schedule(schedule.id, "user", paused=True)
+    await clock.advance(days=61 if what == "a task at work" else 31)
+    if what == "a task at work":
+        await store.promote_due(10)
+        await claim(store, "bob")
+    await summarised(store, 5)
+    await pruned(store, messages=MONTH)
+    assert await store.message(task) is not None
+    # A task that has begun by itself goes on; everything else ends with the task that scheduled it.
+    waits = what in ("a delayed message", "a schedule")
+    assert (await store.stop_task(task)).messages == int(waits)
+    assert ([one.state for one in await store.schedules()], await store.delayed()) == ([], [])
 
 
 async def test_what_the_model_is_still_shown_stays_with_its_messages(store: Society, clock: FakeClock) -> None:

@@ -193,6 +193,15 @@ async def test_a_text_leaves_no_other_agent_blocked_without_a_question(store: So
     assert second.sender == other
 
 
+async def test_clearing_the_conversation_with_the_question_leaves_no_other_agent_blocked(store: Society) -> None:
+    _, first = await at_the_limit(store, "bob", "cyd")
+    await store.clear_thread(first.sender)
+    other = "cyd" if first.sender == "bob" else "bob"
+    assert {name: one.action for name, one in (await claims(store, ONE_TURN)).items()} == {other: Rest()}
+    (second,) = await questions(store)
+    assert second.sender == other
+
+
 async def test_the_question_is_open_again_after_its_text_is_withdrawn(store: Society) -> None:
     task, first = await at_the_limit(store)
     await store.pause("bob")

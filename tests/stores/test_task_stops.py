@@ -16,6 +16,7 @@ from coterie.llm.service import TokenUsage, ToolSpec
 from coterie.messages import QuestionAnswer
 from coterie.store import Page
 from coterie.stores.postgres import PostgresStore
+from coterie.stores.sql.task_changes import TaskChange, merge_changes
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.tasks import StoppedTask
 from coterie.testing import FakeClock
@@ -69,6 +70,14 @@ async def nothing_is_left(store: Society, clock: FakeClock, task: str) -> None:
     await clock.advance(hours=48)
     assert (await store.promote_due(100)).delivered == []
     assert await claims(store) == {}
+
+
+def test_a_stop_and_what_it_withdraws_can_be_one_update() -> None:
+    scheduled, stopped = TaskChange(adds_later=1), TaskChange(stops=1)
+    ((sql, _),) = merge_changes([("t", scheduled, 1), ("t", stopped, 2)])
+    assert "THEN NULL" not in sql
+    ((sql, _),) = merge_changes([("t", stopped, 1), ("t", scheduled, 2)])
+    assert "THEN NULL" in sql  # scheduled after the stop: refused
 
 
 @pytest.mark.parametrize("at", ["llm", "tools", "wait_retry", "wait_approval", "blocked", "ready", "paused"])

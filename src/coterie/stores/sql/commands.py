@@ -14,7 +14,7 @@ from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.messages import PERSON, SYSTEM, Envelope, Message, Receipt
 from coterie.store import Delivery, Promotion
-from coterie.stores.sql import reminders, schedules, task_budgets
+from coterie.stores.sql import reminders, schedules, task_budgets, task_control
 from coterie.stores.sql.mailbox import Mailbox, answered_approval_status, reopen_questions
 from coterie.stores.sql.queries import thread_position
 from coterie.stores.sql.rows import (
@@ -350,7 +350,7 @@ def withdraw(db: Connection, uow: UnitOfWork, message_id: str, by: str) -> Messa
             uow.close_question(question)
         task_budgets.reopen_budget_question(db, uow, question)
         uow.record_event("quick_replies.changed", question)
-    reminders.restore_reminders(db, uow, message.id, (question for question, _ in reopened))
+    reminders.restore_reminders(db, uow, message.id)
     return _reload(db, message)
 
 
@@ -484,30 +484,33 @@ def clear_thread(db: Connection, uow: UnitOfWork, agent_id: str) -> int:
             person_mailbox.remove_message(size)
         if is_open:
             uow.tasks.of(task).questions -= 1
-    if any(is_open for *_, is_open in deleted):
-        _clear_budget_questions(db, uow)
+    freed = _clear_budget_questions(db, uow) if any(is_open for *_, is_open in deleted) else []
     for sql in _DELETE_HISTORY:
         db.execute(sql, {"agent_id": agent_id})
     db.execute("UPDATE agents SET cleared_seq = taken_seq WHERE id = :id", {"id": agent_id})
     mailbox.epoch, mailbox.next_hist_seq, mailbox.why, mailbox.problem = mailbox.epoch + 1, 1, None, None
     mailbox.history_version += 1
+    mailbox.over_budget = 0
     if mailbox.state == "blocked":
         TurnTransaction(db, uow, agent_id, Rules()).end_cleared()
         mailbox.state, mailbox.runnable_at = "paused" if mailbox.hold else "idle", None
         if mailbox.waiting and not mailbox.hold:
             mailbox.state, mailbox.runnable_at = "ready", uow.now
         uow.record_event("agent.state", agent_id)
+    for task_id in freed:
+        task_control.retry_blocked(db, uow, task_id)  # one of the other agents asks the person
     if deleted:
         set_meta(db, "pruned", "1")
     uow.record_event("thread.cleared", agent_id)
     return len(deleted)
 
 
-def _clear_budget_questions(db: Connection, uow: UnitOfWork) -> None:
-    """Close the budget questions whose messages were deleted."""
+def _clear_budget_questions(db: Connection, uow: UnitOfWork) -> list[str]:
+    """Close the budget questions whose messages were deleted. Return their tasks."""
     task_ids = [task_id for (task_id,) in db.execute(_SELECT_CLEARED_BUDGETS).fetchall()]
     uow.lock_tasks(task_ids)
     db.executemany(_CLEAR_BUDGET_QUESTION, [{"id": task_id} for task_id in task_ids])
+    return task_ids
 
 
 def _lock_message(db: Connection, uow: UnitOfWork, message_id: str, by: str) -> Message:

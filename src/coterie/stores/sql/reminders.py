@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from coterie.errors import Refused
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _SELECT_QUESTION = "SELECT seq, sender, recipient, state, question, answered_by FROM messages WHERE id = :id"
 # A message that asks about a call is no answer to its question.
 _SELECT_ANSWER = """
-SELECT 1 FROM messages
+SELECT id FROM messages
  WHERE seq > :seq AND in_reply_to = :id AND sender = :sender AND state NOT IN ('withdrawn', 'dead')
    AND coalesce(option, 0) >= 0 LIMIT 1
 """
@@ -31,8 +31,9 @@ SELECT seq FROM messages
  ORDER BY seq
 """
 _SELECT_WITHDRAWN = """
-SELECT seq FROM messages WHERE unless_answered = :question AND withdrawn_by = :answer ORDER BY seq
+SELECT seq, unless_answered FROM messages WHERE withdrawn_by = :answer AND state = 'withdrawn' ORDER BY seq
 """
+_SET_WITHDRAWN_BY = "UPDATE messages SET withdrawn_by = :answer WHERE seq = :seq"
 
 
 def is_answered(db: Connection, uow: UnitOfWork, reminder: Envelope) -> bool:
@@ -53,29 +54,29 @@ def is_answered(db: Connection, uow: UnitOfWork, reminder: Envelope) -> bool:
     return found.fetchone() is not None
 
 
-def withdraw_answered(db: Connection, uow: UnitOfWork, answer: Envelope, questions: set[str]) -> None:
-    """Withdraw the reminders of the asker that wait for this answer."""
+def withdraw_answered(
+    db: Connection, uow: UnitOfWork, questions: Collection[str], *, answer_id: str, asker: str, answerer: str
+) -> None:
+    """Withdraw the asker's reminders about these questions, which `answer_id` answers."""
     uow.flush_messages()  # a reminder of the same transaction may not be written yet
     for question in sorted(questions):
-        parameters = {"question": question, "asker": answer.to, "answerer": answer.sender}
+        parameters = {"question": question, "asker": asker, "answerer": answerer}
         for (seq,) in db.execute(_SELECT_ANSWERED, parameters).fetchall():
             uow.withdraw(uow.read_stored(seq))
-            db.execute("UPDATE messages SET withdrawn_by = :answer WHERE seq = :seq", {"answer": answer.id, "seq": seq})
+            db.execute(_SET_WITHDRAWN_BY, {"answer": answer_id, "seq": seq})
 
 
-def restore_reminders(db: Connection, uow: UnitOfWork, answer_id: str, reopened: Iterable[str]) -> None:
+def restore_reminders(db: Connection, uow: UnitOfWork, answer_id: str) -> None:
     """Schedule the messages again that an answer had withdrawn, because the answer itself is withdrawn.
 
-    `reopened`: the questions that are open again. The message that the answer replies to may be none of them: messages
-    to agents are answered too.
+    If there is another answer to the question, they stay withdrawn because of that one.
     """
-    (asked,) = db.execute("SELECT in_reply_to FROM messages WHERE id = :id", {"id": answer_id}).fetchone()
-    rows = [
-        row
-        for question in sorted({*reopened, asked or ""})
-        for row in db.execute(_SELECT_WITHDRAWN, {"question": question, "answer": answer_id}).fetchall()
-    ]
-    for (seq,) in rows:
+    for seq, question in db.execute(_SELECT_WITHDRAWN, {"answer": answer_id}).fetchall():
+        asked_seq, _, recipient, *_ = db.execute(_SELECT_QUESTION, {"id": question}).fetchone() or (0, None, None)
+        other = db.execute(_SELECT_ANSWER, {"seq": asked_seq, "id": question, "sender": recipient}).fetchone()
+        if other:
+            db.execute(_SET_WITHDRAWN_BY, {"answer": other[0], "seq": seq})
+            continue
         row = uow.read_stored(seq)
         if any(task and is_stopped(db, task) for task in (row.task, row.parent_task)):
             continue

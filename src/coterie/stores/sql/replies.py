@@ -11,6 +11,7 @@ from typing import Any
 
 from coterie.errors import Refused
 from coterie.messages import PERSON, SYSTEM, make_envelope, shorten
+from coterie.stores.sql import reminders
 from coterie.stores.sql.rows import Connection, ending_code, to_payload
 from coterie.stores.sql.task_changes import is_stopped
 from coterie.stores.sql.unit_of_work import UnitOfWork
@@ -84,11 +85,25 @@ def send_replies(
         if reply.is_error:
             problem = {"agent": agent_id, **reply.problem}
             sent.append(_send(uow, SYSTEM, target, {"text": reply.text, "problem": problem}))
-        elif not (may_have_sent and _was_sent(db, agent_id, target.sender, turn_no, reply.text)):
-            files = {"attachments": [*reply.attachments]} if reply.attachments else {}
-            code = ending_code(stopped=reply.is_partial, cut_off=reply.cut_off)
-            sent.append(_send(uow, agent_id, target, {"text": reply.text, **files}, stopped=code))
+        else:
+            answer = _find_sent(db, agent_id, target.sender, turn_no, reply.text) if may_have_sent else None
+            if answer is None:
+                files = {"attachments": [*reply.attachments]} if reply.attachments else {}
+                code = ending_code(stopped=reply.is_partial, cut_off=reply.cut_off)
+                answer = _send(uow, agent_id, target, {"text": reply.text, **files}, stopped=code)
+                sent.append(answer)
+            if uow.mailbox(target.sender).reminders and not reply.asks_back:
+                _withdraw_reminders(db, uow, agent_id, turn_no, target.sender, answer)
     return tuple(sent)
+
+
+def _withdraw_reminders(
+    db: Connection, uow: UnitOfWork, agent_id: str, turn_no: int, asker: str, answer_id: str
+) -> None:
+    """Withdraw the reminders about all messages of the asker that the turn has read: one answer is for all of them."""
+    rows = db.execute(_SELECT_TAKEN, {"agent_id": agent_id, "turn_no": turn_no}).fetchall()
+    read = {message.id for message in (ReplyTarget(*row) for row in rows) if message.sender == asker}
+    reminders.withdraw_answered(db, uow, read, answer_id=answer_id, asker=asker, answerer=agent_id)
 
 
 def _send(uow: UnitOfWork, sender: str, target: ReplyTarget, payload: dict[str, object], *, stopped: int = 0) -> str:
@@ -167,10 +182,11 @@ def _read_message(db: Connection, message_id: str | None) -> ReplyTarget | None:
     return ReplyTarget(*row) if row else None
 
 
-def _was_sent(db: Connection, agent_id: str, asker: str, turn_no: int, text: str) -> bool:
-    """True if this turn sent the same text to `asker` with `send_message`."""
+def _find_sent(db: Connection, agent_id: str, asker: str, turn_no: int, text: str) -> str | None:
+    """The message with the same text that this turn sent to `asker` with `send_message`."""
     rows = db.execute(
         _SELECT_SENT,
         {"sender": agent_id, "first_plan": f"{turn_no}/", "end_plan": f"{turn_no}0", "recipient": asker},
     )
-    return any(to_payload(message_id, payload).get("text") == text for message_id, payload in rows)
+    same = (message_id for message_id, payload in rows if to_payload(message_id, payload).get("text") == text)
+    return next(same, None)

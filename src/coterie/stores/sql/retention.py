@@ -56,6 +56,13 @@ AND NOT EXISTS (SELECT 1 FROM messages AS delayed
                  WHERE delayed.unless_answered = messages.id AND delayed.state = 'delayed')
 AND NOT EXISTS (SELECT 1 FROM schedules WHERE schedules.id = messages.schedule_id AND schedules.state <> 'ended'
                    AND schedules.previous_id = messages.id)
+-- What the task scheduled: its answer goes to the asker, and a stop of the task reaches it.
+AND NOT EXISTS (SELECT 1 FROM messages AS later
+                  LEFT JOIN tasks AS started ON started.id = coalesce(later.task, later.id)
+                 WHERE later.parent_task = coalesce(messages.task, messages.id)
+                   AND (later.state = 'delayed' OR started.state IN ('working', 'waiting')))
+AND NOT EXISTS (SELECT 1 FROM schedules WHERE schedules.sender = messages.recipient AND schedules.state <> 'ended'
+                   AND schedules.cause = messages.id)
 """
 _SELECT_MESSAGES = f"""
 SELECT messages.seq, messages.id, messages.created_at, coalesce(messages.task, messages.id), history.agent_id,

@@ -58,6 +58,8 @@ class TaskChange(msgspec.Struct, gc=False):
     """1: the budget question is answered."""
     adds_later: int = 0
     """1: a message was scheduled that starts a task of its own. A stopped task may not do that either."""
+    stops: int = 0
+    """1: the task is stopped, and what it scheduled in the same batch is withdrawn."""
 
     def open_question(self, question: str) -> None:
         self.budget_question, self.closes_question = question, 0
@@ -82,7 +84,7 @@ class TaskChange(msgspec.Struct, gc=False):
             setattr(self, name, getattr(self, name) + getattr(later, name))
         if later.failed >= 0:
             self.failed = later.failed
-        self.adds_later |= later.adds_later
+        self.adds_later = later.adds_later if later.stops else self.adds_later | later.adds_later
         if later.budget_question:
             self.open_question(later.budget_question)
         elif later.closes_question:

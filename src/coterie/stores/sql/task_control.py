@@ -23,6 +23,10 @@ SELECT id FROM agents WHERE other_tasks IS NOT NULL AND replace(other_tasks, :ta
  UNION
 SELECT recipient FROM messages
  WHERE (id = :task OR task = :task OR parent_task = :task) AND state IN ('pending', 'delayed')
+ UNION
+SELECT schedules.recipient FROM messages
+  JOIN schedules ON schedules.sender = messages.recipient AND schedules.cause = messages.id
+ WHERE (messages.id = :task OR messages.task = :task) AND schedules.state <> 'ended' AND schedules.state = 'paused'
 """
 """Agents whose rows the stop of a task changes."""
 _SELECT_TURNS = "SELECT id FROM agents WHERE task = :task ORDER BY id"
@@ -33,6 +37,13 @@ _SELECT_QUEUED = f"""
 SELECT {STORED_MESSAGE_COLUMNS} FROM messages
  WHERE (id = :task OR task = :task OR parent_task = :task)
    AND (state = 'delayed' OR (state = 'pending' AND recipient <> 'user')) ORDER BY recipient, seq
+"""
+# A paused schedule has no delayed message. Its sender took the message that caused it.
+_SELECT_PAUSED_SCHEDULES = """
+SELECT schedules.id, schedules.recipient FROM messages
+  JOIN schedules ON schedules.sender = messages.recipient AND schedules.cause = messages.id
+ WHERE (messages.id = :task OR messages.task = :task) AND schedules.state <> 'ended' AND schedules.state = 'paused'
+ ORDER BY schedules.recipient, schedules.id
 """
 _SELECT_QUESTIONS = """
 SELECT id FROM messages
@@ -55,6 +66,7 @@ def stop_task(db: Connection, uow: UnitOfWork, task_id: str) -> StoppedTask:
     if row[0] is not None:
         return StoppedTask()
     db.execute(_STOP_TASK, {"id": task_id, "at": uow.timestamp})
+    uow.tasks.of(task_id).stops = 1
     questions = [question for (question,) in db.execute(_SELECT_QUESTIONS, {"task": task_id}).fetchall()]
     closed = sum(uow.close_question(question, stopped=True) for question in questions)
     agent_ids = _stop_turns(db, uow, task_id)
@@ -106,6 +118,9 @@ def _withdraw_messages(db: Connection, uow: UnitOfWork, task_id: str) -> int:
             uow.withdraw(row)
     for row in rows:
         _undo_answer(db, uow, row, task_id)
+    for schedule_id, recipient in db.execute(_SELECT_PAUSED_SCHEDULES, {"task": task_id}).fetchall():
+        uow.mailbox(recipient)
+        schedules.end_schedule(db, uow, schedule_id, PERSON)
     return len(rows)
 
 
@@ -120,7 +135,7 @@ def _undo_answer(db: Connection, uow: UnitOfWork, withdrawn: StoredMessage, task
         else:
             task_budgets.reopen_budget_question(db, uow, question)
             uow.record_event("quick_replies.changed", question)
-    reminders.restore_reminders(db, uow, withdrawn.id, (question for question, _ in reopened))
+    reminders.restore_reminders(db, uow, withdrawn.id)
 
 
 def grant_budget(db: Connection, uow: UnitOfWork, task_id: str) -> None:

@@ -185,8 +185,9 @@ class UnitOfWork:
         if hops is None:
             hops, task = (0, None) if envelope.cause is None else self._continue_chain(envelope)
         self._check_hops(hops)
-        # A recurring message answers no question.
-        questions = NO_QUESTIONS if reply_checked or envelope.every else self._questions.find_answered(envelope)
+        # A message that is delivered later answers only the question that it names; a recurring one answers none.
+        answers_none = reply_checked or envelope.every or (envelope.delay and envelope.in_reply_to is None)
+        questions = NO_QUESTIONS if answers_none else self._questions.find_answered(envelope)
         parent_task = None
         # Most messages of the person start a task at once.
         if task or questions or envelope.delay or "replay_of" in runtime_columns or mailbox.state in ACTIVE_STATES:
@@ -213,7 +214,10 @@ class UnitOfWork:
             receipt = self._decide_budget(envelope, questions) or receipt
         is_answer = questions or (envelope.in_reply_to and not envelope.asks_back)
         if mailbox.reminders and receipt.state != "withdrawn" and is_answer:
-            reminders.withdraw_answered(self._db, self, envelope, {*questions, envelope.in_reply_to or ""})
+            answered = {*questions, envelope.in_reply_to or ""}
+            reminders.withdraw_answered(
+                self._db, self, answered, answer_id=envelope.id, asker=envelope.to, answerer=envelope.sender
+            )
         if envelope.may_exist:
             self._receipts[envelope.id] = receipt
         return receipt

@@ -147,6 +147,7 @@ CREATE INDEX messages_schedule ON messages (schedule_id) WHERE schedule_id IS NO
 CREATE INDEX messages_task ON messages (task, seq) WHERE task IS NOT NULL;
 CREATE INDEX messages_parent_task ON messages (parent_task) WHERE parent_task IS NOT NULL;
 CREATE INDEX messages_unless_answered ON messages (unless_answered) WHERE unless_answered IS NOT NULL;
+CREATE INDEX messages_withdrawn_by ON messages (withdrawn_by) WHERE withdrawn_by IS NOT NULL;
 
 -- Everything that one message set off. Its id is that of its first message. The counters are changed in the transaction
 -- of what they count. A task has no row as long as its first message waits for an agent and nothing else is there.
