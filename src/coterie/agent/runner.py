@@ -55,7 +55,7 @@ from coterie.messages import CutOff, Envelope, SaveFile, fit_answer
 from coterie.plan import UNKNOWN_RESULT, PlannedCall
 from coterie.rate_limit import RateLimiter
 from coterie.telemetry import Tracing, log_context
-from coterie.text import to_storable
+from coterie.text import one_line, to_storable
 from coterie.turn import (
     AskModel,
     CallEnded,
@@ -81,6 +81,8 @@ MAX_TOO_LONG_ERRORS = 12
 """Requests of one step that a service may reject as too long. Each has at most 9/10 of the one before."""
 MAX_MODEL_SUMMARIES = 2
 """Summaries of one step that the model is asked for. Further ones are made without it."""
+MAX_FILE_NOTES = 3
+"""Files of one answer that its text names as not kept. The text must still fit a message."""
 PAIR_BURST, PAIR_MESSAGES_PER_SECOND = 100, 1
 """Rate limit per sender and recipient, so that no agent can fill another's mailbox."""
 ToolContextFactory = Callable[[Profile, str, str | None], ToolContext]
@@ -374,14 +376,27 @@ class LlmHandler:
     async def _fit_text(
         self, claim: Claim, text: str, files: tuple[InlineFile, ...] = ()
     ) -> tuple[str, tuple[dict[str, Any], ...]]:
-        """Return text that fits a message, and its attachments: the whole text if it was too long, and `files`."""
+        """Return text that fits a message, and its attachments: the whole text if it was too long, and `files`.
+
+        The text says which files could not be stored.
+        """
         writer = self._artifact_writer and self._artifact_writer(claim.agent_id)
         fitted, attachments = await self._retry_store(claim, lambda: fit_answer(text, writer))
-        if writer:
-            for file in files:
+        if writer is None:
+            return fitted, attachments
+        notes = list[str]()
+        for file in files:
+            try:
                 stored = await self._retry_store(claim, partial(writer, file.data, file.filename))
+            except (CoterieError, OSError) as error:
+                name = one_line(file.filename)
+                log.warning("%s: the file %s of the answer cannot be stored: %s", claim.agent_id, name, error)
+                notes.append(f"[The file {name} was not kept: {one_line(str(error), 200)}.]")
+            else:
                 attachments = (*attachments, stored.to_dict())
-        return fitted, attachments
+        if (more := len(notes) - MAX_FILE_NOTES) > 0:
+            notes[MAX_FILE_NOTES:] = [f"[{more} more files were not kept either.]"]
+        return "\n\n".join(filter(None, [fitted, *notes])), attachments
 
     async def _answer(self, claim: Claim, profile: Profile, turn: RunningTurn) -> Completion:
         """Ask the model. A request that exceeds the context window is shortened until the service accepts it.
