@@ -210,6 +210,34 @@ async def test_a_turn_with_messages_of_two_tasks_goes_on_without_the_stopped_one
     assert (await task_of(store, kept)).turns == 1
 
 
+@pytest.mark.parametrize("at", ["llm", "wait_retry", "wait_approval", "blocked"])
+async def test_a_paused_agent_goes_on_without_the_stopped_task_when_it_is_resumed(
+    store: Society, clock: FakeClock, at: str
+) -> None:
+    kept, ended = (await send(store, sender="bob")).task, (await send(store, sender="cyd")).task
+    events: dict[str, Any] = {
+        "wait_retry": ModelFailed(message="busy", recovery="retry", delay=timedelta(seconds=5)),
+        "wait_approval": says("", call("pay", needs_approval=True)),
+        "blocked": ModelFailed(message="wrong key", recovery="block"),
+    }
+    claimed = await claim(store)
+    if at in events:
+        await step(store, claimed, events[at])
+    assert await state(store) == at
+    await store.pause("ada")
+    await store.stop_task(ended)
+    await clock.advance(minutes=10)
+    assert "ada" not in await claims(store)
+    assert (await task_of(store, kept)).state == "working"
+
+    await store.resume("ada")
+    claimed = await claim(store)
+    assert (claimed.action, claimed.task) == (AskModel(), kept)
+    assert claimed.model_failures == (at == "wait_retry")
+    await step(store, claimed, said())
+    assert [one.task for one in await store.waiting("bob") if one.sender == "ada"][-1] == kept
+
+
 async def test_a_shared_turn_keeps_to_the_budget_of_the_task_it_goes_on_for(store: Society) -> None:
     rules = with_budget(turns=1)
     first = (await send(store, "bob")).task

@@ -496,7 +496,7 @@ class TurnTransaction:
             row.state, row.runnable_at = "ready", self._uow.now
         row.retry_ms = None
         if change.state == "wait_retry":
-            row.retries += 1
+            row.retries += not change.is_suspended
             row.retry_ms = change.delay // _MS if change.delay is not None else None
         row.why = change.reason or None
         row.problem = _encode(self._describe_problem(change)).decode() if change.reason else None
