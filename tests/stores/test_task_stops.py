@@ -19,7 +19,7 @@ from coterie.stores.postgres import PostgresStore
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.tasks import StoppedTask
 from coterie.testing import FakeClock
-from coterie.turn import AskModel, CallEnded, ModelFailed, Rest
+from coterie.turn import AskModel, CallEnded, ModelFailed, Rest, Stopped
 from coterie.turn_store import Interruption, StaleClaim
 from tests.conftest import PEOPLE
 from tests.engines import Engine
@@ -179,9 +179,31 @@ async def test_the_tokens_of_a_request_that_the_stop_made_vain_are_counted(store
     task = (await send(store)).task
     claimed = await claim(store)
     await store.stop_task(task)
-    await store.add_usage(claimed, "main", TokenUsage(input_tokens=50))
+    await store.add_refused_usage(claimed, "main", TokenUsage(input_tokens=50))
     found = await task_of(store, task)
     assert (found.state, found.requests, found.input_tokens) == ("stopped", 1, 50)
+
+
+@pytest.mark.parametrize("used", [0, 40])
+@pytest.mark.parametrize("by", ["its worker", "stop", "stop of one of its tasks", "termination"])
+async def test_the_tokens_reserved_for_an_ended_turn_are_replaced_by_those_it_used(
+    store: Society, clock: FakeClock, by: str, used: int
+) -> None:
+    if by == "stop of one of its tasks":
+        await send(store, sender="bob")
+    task = (await send(store, sender="cyd")).task
+    claimed, start, usage = await claim(store), clock.now(), TokenUsage(input_tokens=used)
+    assert await store.reserve_tokens(claimed, "main", 100, since=start, limit=1_000)
+    if by == "its worker":
+        await step(store, claimed, Stopped(usage=usage, service="main"))
+    else:
+        await (store.terminate("ada") if by == "termination" else store.stop_task(task))
+        assert await store.tokens_used_since(start) == 100  # the request may be paid for: the worker knows
+        with pytest.raises(StaleClaim):
+            await step(store, claimed, Stopped(usage=usage, service="main"))
+        await store.add_refused_usage(claimed, "main", usage)
+    assert await store.tokens_used_since(start) == used
+    assert (await task_of(store, task)).requests == bool(used)
 
 
 @pytest.mark.parametrize("stopped", ["newest", "other"])

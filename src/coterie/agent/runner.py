@@ -184,6 +184,7 @@ class LlmHandler:
                     ended = claim.turn_no
                     result = await self._perform(claim, turn)
                     claim = await self._advance(claim, result)
+                    result = None  # stored, and counted with it
                     if claim.turn_no != ended:
                         turn.is_stopping = False  # the stop was for the turn that has ended
             is_at_rest = True
@@ -204,11 +205,17 @@ class LlmHandler:
         return is_at_rest or turn.is_ended
 
     async def _count_refused(self, claim: Claim, result: ActionResult | None) -> None:
-        """Count the tokens of a request whose step the store refused: they are paid for all the same."""
-        event = result.event if result else None
-        if isinstance(event, ModelAnswered | ModelFailed | Stopped | Interrupted) and event.usage.input_tokens:
-            service, usage = event.service, event.usage
-            await self._retry_store(claim, lambda: self._store.add_usage(claim, service, usage))
+        """Count the tokens of a request whose step the store refused: they are paid for all the same.
+
+        `result` None: no request had ended; if one was sent, its reserved tokens stay.
+        """
+        if result is None or not isinstance(claim.action, AskModel):
+            return
+        service, usage = "", TokenUsage()
+        if isinstance(result.event, ModelAnswered | ModelFailed | Stopped | Interrupted):
+            service, usage = result.event.service, result.event.usage
+        if usage.input_tokens or self._tokens_per_day:
+            await self._retry_store(claim, lambda: self._store.add_refused_usage(claim, service, usage))
 
     def _forget_turn(self, agent_id: str, turn: RunningTurn) -> None:
         if self._turns.get(agent_id) is turn:  # the agent's next turn may have begun
