@@ -116,6 +116,22 @@ async def test_a_paused_agent_is_not_woken_by_a_repaired_service(tmp_path: Path)
         assert (await here.texts(3))[2] == "ok"
 
 
+async def test_an_approved_call_runs_although_the_service_of_its_agent_is_gone(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents="[agents.ada]\nservice = 'main'\n") as here:
+        here.server.script(Says(calls=(Calls("dangerous", {"name": "a"}),)), "done")
+        await here.say("go")
+        (question,) = await here.heard()
+        services(tmp_path, lambda entry: entry.update(id="renamed"))
+        await here.society.reload()
+        await here.say(question.payload["quickReplies"][0], in_reply_to=question.id, option=0)
+        await here.state("ada", "blocked")
+        assert Bell.rings == ["a"] and len(here.server.requests) == 1
+        services(tmp_path, lambda entry: entry.update(id="main"))
+        await here.society.reload()
+        assert (await here.texts(3))[2] == "done"
+        assert [text for role, text in await here.history() if role == "tool"] == ["a rang"]
+
+
 async def test_a_raised_token_budget_unblocks_agents(tmp_path: Path) -> None:
     async with stage(tmp_path, agents="[limits]\ntokens_per_day = 1\n" + TWO) as here:
         await here.say("one")

@@ -101,6 +101,49 @@ async def test_a_worker_without_files_has_the_agents_of_the_server_and_each_chan
         assert KEY not in stored(shared, tmp_path)
 
 
+async def test_a_broken_coterie_toml_on_one_machine_does_not_stop_its_turns_or_the_changes_of_others(
+    shared: Postgres, tmp_path: Path, model: ModelServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = shared.url(tmp_path)
+    server_home = home(tmp_path / "server", url, "[agents.ada]\nprompt = 'You count.'\n", service(model))
+    worker_home = home(tmp_path / "worker", url)
+    async with running(server_home, work=False) as server, running(worker_home, files="never") as worker:
+        readable = (worker_home / "coterie.toml").read_text()
+        (worker_home / "coterie.toml").write_text("[agents.ada\n")
+        for number in (2, 3):
+            await server.configuration.change(set_prompt(f"You count to {number}."))
+            answer = await worker.ask("ada", "How many?", timeout=SOON)
+            request = await model.wait_for_request(number - 1)
+            assert answer.text == "ok" and f"You count to {number}." in request.body["messages"][0]["content"]
+            warnings = [
+                one.getMessage() for one in caplog.records if "coterie.toml: cannot be read" in one.getMessage()
+            ]
+            assert len(warnings) == number - 1, "one for each version"
+        problems = await worker.configuration.change(set_prompt("You count to 4."))
+        assert [one.location for one in problems if one.fatal] == ["coterie.toml"]
+        with pytest.raises(ConfigError):
+            await worker.configuration.reload()
+        (worker_home / "coterie.toml").write_text(readable)
+        assert not [one for one in await worker.configuration.reload() if one.fatal]
+
+
+async def test_a_configuration_that_this_version_cannot_read_leaves_the_applied_one(
+    shared: Postgres, tmp_path: Path, model: ModelServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = home(tmp_path / "a", shared.url(tmp_path), "[agents.ada]\nprompt = 'You count.'\n", service(model))
+    async with running(folder) as society:
+        stored = await society.store.configuration()
+        newer = json.loads(stored.document) | {"limits": {"upload_mb": "what a later version writes"}}
+        version = await society.store.write_configuration(json.dumps(newer), stored.version, [])
+        for number in (1, 2):
+            answer = await society.ask("ada", "How many?", timeout=SOON)
+            request = await model.wait_for_request(number)
+            assert answer.text == "ok" and "You count." in request.body["messages"][0]["content"]
+        assert society.configuration.settings.version == str(stored.version)
+        (warning,) = [one.getMessage() for one in caplog.records if "limits.upload_mb" in one.getMessage()]
+        assert f"version {version} of the configuration" in warning
+
+
 async def test_files_that_differ_do_not_count_until_they_are_applied(
     shared: Postgres, tmp_path: Path, model: ModelServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -406,12 +406,19 @@ class AgentRuntime:
             timer=timer,
             tools=self._toolbox.given_names(self.directory.tools_of(profile.id)),
             agent_id=profile.id,
-            capabilities=self.directory.capabilities_of(profile.id),
+            capabilities=self._capabilities_of(profile.id),
             router=self.router,
             send=send,
             artifacts=AgentArtifacts(self._artifacts, profile.id, shared=self._store.limits.shared_artifacts),
             idempotency_key=key,
         )
+
+    def _capabilities_of(self, agent_id: str) -> Capabilities:
+        """What its model can do; nothing if its service was removed. A call that the person approved runs even then."""
+        try:
+            return self.directory.capabilities_of(agent_id)
+        except Refused:
+            return Capabilities(input=frozenset(), output=frozenset())
 
     async def _wait_for_answer(self, agent_id: str, question: str, position: int) -> str | None:
         """Return the text of the person's next message to the agent. None: there was none within `MAX_ANSWER_WAIT`.

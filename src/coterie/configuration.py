@@ -69,7 +69,10 @@ class Configuration(Protocol):
         ...
 
     async def load(self) -> Settings:
-        """Read the configuration as it is now. `ConfigError`: it cannot be read."""
+        """Read the configuration as it is now. `ConfigError`: it cannot be read.
+
+        With a database, a coterie.toml that became unreadable is one of its problems instead.
+        """
         ...
 
     async def read(self) -> tuple[str, Document]:
@@ -134,6 +137,8 @@ class DatabaseConfiguration:
         self._applied = AppliedFiles(folder, store.info.log_id)
         self._version, self._document = 0, Document()
         """As of the last `load`."""
+        self._own: Config | None = None
+        """coterie.toml when it could last be read."""
 
     async def synchronize(self) -> Sequence[Problem]:
         files, problems = read_files(self._folder)
@@ -173,8 +178,8 @@ class DatabaseConfiguration:
 
     async def load(self) -> Settings:
         self._version, self._document = await self._read()
-        files, stored = read_config(self._folder.path), self._parse(self._document)
-        own_problems = [one for one in files.problems if not _is_in_document(one)]
+        files, stored = self._read_own(), self._parse(self._document)
+        own_problems = [one for one in files.problems if one.fatal or not _is_in_document(one)]
         return Settings(
             version=str(self._version),
             config=replace(
@@ -188,6 +193,20 @@ class DatabaseConfiguration:
             ),
             services=ServiceRegistry.parse(self.services_json(), self._folder.path),
         )
+
+    def _read_own(self) -> Config:
+        """coterie.toml of this machine. If it cannot be read any more: as it was before, with the problem.
+
+        The agents are in the database, so an error in the file must not keep this process from following them.
+        """
+        try:
+            self._own = read_config(self._folder.path)
+        except ConfigError as error:
+            if self._own is None:
+                raise
+            log.warning("%s; this process goes on with what it read there before", error)
+            return replace(self._own, problems=error.problems)
+        return self._own
 
     async def read(self) -> tuple[str, Document]:
         version, document = await self._read()

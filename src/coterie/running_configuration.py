@@ -10,7 +10,7 @@ from typing import Protocol
 from coterie.artifact_service import ArtifactService
 from coterie.config import Config, SocietyFolder, changes_needing_restart, merge_reloaded, read_config
 from coterie.configuration import Change, Configuration, Document, Settings, agent_of
-from coterie.errors import Problem
+from coterie.errors import ConfigError, Problem
 from coterie.llm.config import ServiceRegistry
 from coterie.stores.open import is_shared, require_driver, store_limits
 from coterie.stores.sql.store import SqlStore
@@ -40,6 +40,8 @@ class RunningConfiguration:
         self._store, self._artifacts, self._on_change = store, artifacts, on_change
         self._user: SettingsUser | None = None
         self._lock = asyncio.Lock()
+        self._unreadable_version = 0
+        """The last version in the database that this process could not read."""
 
     def set_user(self, user: SettingsUser) -> None:
         """Apply later changes to `user`, too."""
@@ -84,19 +86,31 @@ class RunningConfiguration:
         self._on_change()
 
     async def follow(self) -> None:
-        """Apply the configuration that the database has now, if another process changed it."""
+        """Apply the configuration that the database has now, if another process changed it.
+
+        If it cannot be read, the applied one stays: a process of a later version may have written it.
+        """
         if not is_shared(self.config):
             return
         async with self._lock:
-            if (await self._store.configuration()).version == int(self.settings.version):
+            version = (await self._store.configuration()).version
+            if version == int(self.settings.version):
                 return
-            problems = await self._apply(await self._configuration.load())
+            try:
+                settings = await self._configuration.load()
+            except ConfigError as error:
+                if version != self._unreadable_version:
+                    log.warning("version %d of the configuration cannot be read and is not applied: %s", version, error)
+                self._unreadable_version = version
+                return
+            problems = await self._apply(settings)
         self._on_change()
         log.info("applied version %s of the configuration; %d problems", self.settings.version, len(problems))
 
     async def follow_seen(self) -> None:
         """`follow`, if a transaction of this process saw a later version than the one applied."""
-        if self._store.seen_configuration and self._store.seen_configuration > int(self.settings.version):
+        seen = self._store.seen_configuration  # 0 without a database that is shared
+        if seen and seen > max(int(self.settings.version), self._unreadable_version):
             await self.follow()
 
     async def _apply(self, settings: Settings) -> Sequence[Problem]:

@@ -197,7 +197,10 @@ class Terminated(Struct, frozen=True, gc=False):
 
 
 class TaskDropped(Struct, frozen=True, gc=False):
-    """The task of the turn was stopped, and the turn goes on for the other tasks whose messages it took."""
+    """The task of the turn was stopped, and the turn goes on for the other tasks whose messages it took.
+
+    If the agent is paused, it goes on when the agent is resumed.
+    """
 
 
 class Deferred(Struct, frozen=True, gc=False):
@@ -297,7 +300,7 @@ class SetState(Struct, frozen=True, kw_only=True, gc=False):
     category: str = ""
     facts: dict[str, Any] = {}
     is_suspended: bool = False
-    """No worker may claim the turn until the society is resumed."""
+    """The turn was released in order, by a pause or a stop: the next claim is no recovery and no retry."""
 
 
 class SetCounters(Struct, frozen=True, kw_only=True, gc=False):
@@ -616,9 +619,13 @@ def _stop(turn: Turn, stopped: Stopped) -> Step:
 
 
 def _drop_task(turn: Turn) -> Step:
-    """Close the plan; the next worker asks the model again, without the messages of the stopped task."""
+    """Close the plan; the next worker asks the model again, without the messages of the stopped task.
+
+    A paused agent does so when it is resumed: no step of it runs any more, and only the state `llm` would be claimed.
+    """
     group = (AppendCallGroup(turn.plan.close_remaining(STOPPED_RESULT)),) if turn.plan else ()
-    return Step((*group, SetState(state="llm", delay=timedelta(0), is_suspended=True)), Rest())
+    state: Literal["wait_retry", "llm"] = "wait_retry" if turn.hold else "llm"
+    return Step((*group, SetState(state=state, delay=timedelta(0), is_suspended=True)), Rest())
 
 
 def _abort(turn: Turn, reason: str) -> Step:

@@ -270,13 +270,23 @@ class TurnStore(Protocol):
     async def reserve_tokens(self, claim: Claim, service: str, tokens: int, *, since: datetime, limit: int) -> bool:
         """Reserve `tokens` for the request of `claim`; False if `limit` tokens were used since `since`.
 
-        The next step replaces the reservation by the real usage; a failure removes it. Fenced like a step.
+        The next step replaces the reservation by the real usage; a failure or a stop removes it. If the store ends the
+        turn while a worker runs it, the reservation stays until the worker calls `add_refused_usage`: the request may
+        be paid for. Fenced like a step.
         """
         ...
 
     async def add_usage(self, claim: Claim, service: str, usage: TokenUsage) -> None:
-        """Add the tokens of a further model request to the cost of the step: one that a tool's server asked for, or one
-        whose own step was refused because a stop had ended the turn. Not fenced: they are paid for in any case.
+        """Add the tokens of a further model request to the cost of the step: one that a tool's server asked for.
+
+        Not fenced: they are paid for in any case.
+        """
+        ...
+
+    async def add_refused_usage(self, claim: Claim, service: str, usage: TokenUsage) -> None:
+        """Replace the tokens reserved for a request whose step was refused by those that it used; 0: it was not sent.
+
+        Not fenced: they are paid for in any case.
         """
         ...
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from coterie.clock import UNIX_EPOCH
 from coterie.store import Usage
 from coterie.testing.model_server import Calls, CustomReply, ReceivedRequest, Says, ServerConnection, Status, chunk
+from coterie.turn_store import StaleClaim
 from tests.agent.stage import Stage, stage
 
 WITHOUT_USAGE = frozenset({"stream_options"})
@@ -113,3 +117,79 @@ async def test_tokens_of_an_interrupted_summary_count_as_estimated(tmp_path: Pat
         assert row.requests == sent + 1
         assert row.estimated_tokens == row.input_tokens + row.output_tokens
         here.server.refused.clear()
+
+
+LIMITED = "[limits]\ntokens_per_day = 1000000\n[agents.ada]\n[agents.bob]\n"
+"""With a limit, the estimated tokens of a request are reserved before it is sent."""
+
+
+async def end_turn(here: Stage, by: str, task: str) -> None:
+    match by:
+        case "stop":
+            assert here.society.stop_turn("ada")
+        case "stop of the task":
+            await here.society.stop_task(task)
+        case "termination":
+            await here.society.terminate_agent("ada")
+
+
+async def requests_of(here: Stage, agent_id: str) -> int:
+    return sum(row.requests for row in await used(here) if row.agent_id == agent_id)
+
+
+ENDS = pytest.mark.parametrize("by", ["stop", "stop of the task", "termination"])
+
+
+@ENDS
+async def test_a_request_that_was_ended_before_it_was_sent_reserves_no_tokens(tmp_path: Path, by: str) -> None:
+    gate = asyncio.Event()
+    async with stage(tmp_path, agents=LIMITED, maxConcurrentRequests=1) as here, asyncio.timeout(30):
+        here.server.script(Says("done", gate=gate))
+        await here.say("first", to="bob")
+        await here.server.wait_for_request(1)
+        task = await here.say("second")
+        while not await requests_of(here, "ada"):  # it waits for the slot of bob's request
+            pass
+        await end_turn(here, by, task)
+        while await requests_of(here, "ada"):
+            pass
+        gate.set()
+        await here.state("bob", "idle")
+        assert len(here.server.requests) == 1
+
+
+@ENDS
+async def test_a_request_that_was_ended_while_it_ran_counts_once(tmp_path: Path, by: str) -> None:
+    gate = asyncio.Event()
+    async with stage(tmp_path, agents=LIMITED) as here, asyncio.timeout(30):
+        here.server.script(Says("too late", gate=gate))
+        task = await here.say("count")
+        await here.server.wait_for_request(1)
+        await end_turn(here, by, task)
+        while not (await here.society.task(task)).task.requests:
+            pass
+        assert await requests_of(here, "ada") == 1
+        gate.set()
+
+
+async def test_an_answer_that_was_stored_is_not_counted_again_when_the_next_step_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = asyncio.Event()
+    async with stage(tmp_path, agents=LIMITED) as here, asyncio.timeout(30):
+        here.server.script(Says("first", gate=gate), "second")
+        await here.say("one")
+        await here.server.wait_for_request(1)
+        await here.say("two")
+        reserve, refused = here.society.store.reserve_tokens, asyncio.Event()
+
+        async def refuse_once(*args: Any, **named: Any) -> bool:
+            if not refused.is_set():
+                refused.set()
+                raise StaleClaim("another worker has the turn")
+            return await reserve(*args, **named)
+
+        monkeypatch.setattr(here.society.store, "reserve_tokens", refuse_once)
+        gate.set()
+        assert await here.texts(2) == ["first", "second"]
+        assert refused.is_set() and await requests_of(here, "ada") == 2

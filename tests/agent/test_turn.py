@@ -55,6 +55,7 @@ from coterie.turn import (
     Step,
     Stopped,
     TakeMail,
+    TaskDropped,
     Terminated,
     ToolRulesChanged,
     Turn,
@@ -554,6 +555,14 @@ def test_a_cut_in_a_paused_society_takes_the_mail_and_asks_after_the_pause() -> 
     step = reduce(Turn(mail=(FROM_PERSON,), society_paused=True), CUT)
     assert has(step, WithdrawPlan) and has(step, TakeMail)
     assert (step.action, only(step, SetState).is_suspended) == (Rest(), True)
+
+
+@pytest.mark.parametrize(("hold", "state"), [(False, "llm"), (True, "wait_retry")])
+def test_a_turn_without_its_stopped_task_asks_again_unless_its_agent_is_paused(hold: bool, state: str) -> None:
+    step = reduce(Turn(plan=plan(DONE, PLANNED), hold=hold), TaskDropped())
+    assert results(only(step, AppendCallGroup).plan) == [("done", "one"), ("cancelled", STOPPED_RESULT)]
+    assert step.action == Rest() and only(step, SetState).is_suspended
+    assert (only(step, SetState).state, only(step, SetState).delay) == (state, timedelta(0))
 
 
 def test_only_the_mode_stream_cuts_answers_and_only_up_to_the_limit_of_the_turn() -> None:

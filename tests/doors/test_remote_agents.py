@@ -98,19 +98,19 @@ async def test_a_stop_here_cancels_the_task_there(tmp_path: Path, monkeypatch: p
         assert (await here.society.task(task)).task.state == "stopped"
 
 
+def sends_a_file(request: ReceivedRequest) -> Reply:
+    """A model that makes a file, sends it with "Here." and ends."""
+    results = [one for one in request.body["messages"] if one["role"] == "tool"]
+    if not results:
+        return Says(calls=(Calls("put_artifact", {"filename": "plan.txt", "text": "A plan"}),))
+    ref = json.loads(results[0]["content"])["artifactRef"]
+    sent = {"to": "user", "payload": {"text": "Here.", "attachments": [{"artifactRef": ref}]}}
+    return Says(calls=(Calls("send_message", sent),)) if len(results) == 1 else Says("")
+
+
 async def test_files_go_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with here_and_there(tmp_path, monkeypatch) as (here, there), asyncio.timeout(300):
-        made = Calls("put_artifact", {"filename": "plan.txt", "text": "A plan"})
-
-        def answer(request: ReceivedRequest) -> Reply:
-            results = [one for one in request.body["messages"] if one["role"] == "tool"]
-            if not results:
-                return Says(calls=(made,))
-            ref = json.loads(results[0]["content"])["artifactRef"]
-            sent = {"to": "user", "payload": {"text": "Here.", "attachments": [{"artifactRef": ref}]}}
-            return Says(calls=(Calls("send_message", sent),)) if len(results) == 1 else Says("")
-
-        there.here.server.default = answer
+        there.here.server.default = sends_a_file
         chart = await here.society.artifacts.put(b"A map", "map.txt")
         await here.say("Plan it", "anna", attachments=[chart.ref])
         (answered,) = await here.heard()
@@ -120,6 +120,21 @@ async def test_files_go_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (asked,) = [one for one in await there.here.society.store.thread("ada", limit=9) if one.sender == "user"]
         (given,) = asked.payload["attachments"]
         assert await there.here.society.artifacts.read(given["artifactRef"]) == b"A map"
+
+
+async def test_the_answer_arrives_with_a_note_if_its_file_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with here_and_there(tmp_path, monkeypatch) as (here, there), asyncio.timeout(300):
+        there.here.server.default = sends_a_file
+        here.society.artifacts.set_max_file_bytes(len(b"A plan") - 1)
+        task = await here.say("Plan it", "anna")
+        (answered,) = await here.heard()
+        note = "[The file plan.txt was not kept: the file is larger than 5 bytes, the most allowed.]"
+        assert answered.payload == {"text": f"Here.\n\n{note}"}
+        await here.ended(task)
+        assert (await here.society.task(task)).task.state == "done"
+        assert await sent_there(there) == ["Plan it"]
 
 
 async def test_a_society_that_stops_while_it_waits_gets_the_answer_asked_once(

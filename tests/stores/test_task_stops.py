@@ -20,7 +20,7 @@ from coterie.stores.sql.task_changes import TaskChange, merge_changes
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.tasks import StoppedTask
 from coterie.testing import FakeClock
-from coterie.turn import AskModel, CallEnded, ModelFailed, Rest
+from coterie.turn import AskModel, CallEnded, ModelFailed, Rest, Stopped
 from coterie.turn_store import Interruption, StaleClaim
 from tests.conftest import PEOPLE
 from tests.engines import Engine
@@ -188,9 +188,31 @@ async def test_the_tokens_of_a_request_that_the_stop_made_vain_are_counted(store
     task = (await send(store)).task
     claimed = await claim(store)
     await store.stop_task(task)
-    await store.add_usage(claimed, "main", TokenUsage(input_tokens=50))
+    await store.add_refused_usage(claimed, "main", TokenUsage(input_tokens=50))
     found = await task_of(store, task)
     assert (found.state, found.requests, found.input_tokens) == ("stopped", 1, 50)
+
+
+@pytest.mark.parametrize("used", [0, 40])
+@pytest.mark.parametrize("by", ["its worker", "stop", "stop of one of its tasks", "termination"])
+async def test_the_tokens_reserved_for_an_ended_turn_are_replaced_by_those_it_used(
+    store: Society, clock: FakeClock, by: str, used: int
+) -> None:
+    if by == "stop of one of its tasks":
+        await send(store, sender="bob")
+    task = (await send(store, sender="cyd")).task
+    claimed, start, usage = await claim(store), clock.now(), TokenUsage(input_tokens=used)
+    assert await store.reserve_tokens(claimed, "main", 100, since=start, limit=1_000)
+    if by == "its worker":
+        await step(store, claimed, Stopped(usage=usage, service="main"))
+    else:
+        await (store.terminate("ada") if by == "termination" else store.stop_task(task))
+        assert await store.tokens_used_since(start) == 100  # the request may be paid for: the worker knows
+        with pytest.raises(StaleClaim):
+            await step(store, claimed, Stopped(usage=usage, service="main"))
+        await store.add_refused_usage(claimed, "main", usage)
+    assert await store.tokens_used_since(start) == used
+    assert (await task_of(store, task)).requests == bool(used)
 
 
 @pytest.mark.parametrize("stopped", ["newest", "other"])
@@ -217,6 +239,34 @@ async def test_a_turn_with_messages_of_two_tasks_goes_on_without_the_stopped_one
     assert await store.waiting("cyd" if asker == "bob" else "bob") == []
     assert (await task_of(store, ended)).state == "stopped"
     assert (await task_of(store, kept)).turns == 1
+
+
+@pytest.mark.parametrize("at", ["llm", "wait_retry", "wait_approval", "blocked"])
+async def test_a_paused_agent_goes_on_without_the_stopped_task_when_it_is_resumed(
+    store: Society, clock: FakeClock, at: str
+) -> None:
+    kept, ended = (await send(store, sender="bob")).task, (await send(store, sender="cyd")).task
+    events: dict[str, Any] = {
+        "wait_retry": ModelFailed(message="busy", recovery="retry", delay=timedelta(seconds=5)),
+        "wait_approval": says("", call("pay", needs_approval=True)),
+        "blocked": ModelFailed(message="wrong key", recovery="block"),
+    }
+    claimed = await claim(store)
+    if at in events:
+        await step(store, claimed, events[at])
+    assert await state(store) == at
+    await store.pause("ada")
+    await store.stop_task(ended)
+    await clock.advance(minutes=10)
+    assert "ada" not in await claims(store)
+    assert (await task_of(store, kept)).state == "working"
+
+    await store.resume("ada")
+    claimed = await claim(store)
+    assert (claimed.action, claimed.task) == (AskModel(), kept)
+    assert claimed.model_failures == (at == "wait_retry")
+    await step(store, claimed, said())
+    assert [one.task for one in await store.waiting("bob") if one.sender == "ada"][-1] == kept
 
 
 async def test_a_shared_turn_keeps_to_the_budget_of_the_task_it_goes_on_for(store: Society) -> None:

@@ -55,7 +55,7 @@ from coterie.messages import CutOff, Envelope, SaveFile, fit_answer
 from coterie.plan import UNKNOWN_RESULT, PlannedCall
 from coterie.rate_limit import RateLimiter
 from coterie.telemetry import Tracing, log_context
-from coterie.text import to_storable
+from coterie.text import one_line, to_storable
 from coterie.turn import (
     AskModel,
     CallEnded,
@@ -81,6 +81,8 @@ MAX_TOO_LONG_ERRORS = 12
 """Requests of one step that a service may reject as too long. Each has at most 9/10 of the one before."""
 MAX_MODEL_SUMMARIES = 2
 """Summaries of one step that the model is asked for. Further ones are made without it."""
+MAX_FILE_NOTES = 3
+"""Files of one answer that its text names as not kept. The text must still fit a message."""
 PAIR_BURST, PAIR_MESSAGES_PER_SECOND = 100, 1
 """Rate limit per sender and recipient, so that no agent can fill another's mailbox."""
 ToolContextFactory = Callable[[Profile, str, str | None], ToolContext]
@@ -182,6 +184,7 @@ class LlmHandler:
                     ended = claim.turn_no
                     result = await self._perform(claim, turn)
                     claim = await self._advance(claim, result)
+                    result = None  # stored, and counted with it
                     if claim.turn_no != ended:
                         turn.is_stopping = False  # the stop was for the turn that has ended
             is_at_rest = True
@@ -202,11 +205,17 @@ class LlmHandler:
         return is_at_rest or turn.is_ended
 
     async def _count_refused(self, claim: Claim, result: ActionResult | None) -> None:
-        """Count the tokens of a request whose step the store refused: they are paid for all the same."""
-        event = result.event if result else None
-        if isinstance(event, ModelAnswered | ModelFailed | Stopped | Interrupted) and event.usage.input_tokens:
-            service, usage = event.service, event.usage
-            await self._retry_store(claim, lambda: self._store.add_usage(claim, service, usage))
+        """Count the tokens of a request whose step the store refused: they are paid for all the same.
+
+        `result` None: no request had ended; if one was sent, its reserved tokens stay.
+        """
+        if result is None or not isinstance(claim.action, AskModel):
+            return
+        service, usage = "", TokenUsage()
+        if isinstance(result.event, ModelAnswered | ModelFailed | Stopped | Interrupted):
+            service, usage = result.event.service, result.event.usage
+        if usage.input_tokens or self._tokens_per_day:
+            await self._retry_store(claim, lambda: self._store.add_refused_usage(claim, service, usage))
 
     def _forget_turn(self, agent_id: str, turn: RunningTurn) -> None:
         if self._turns.get(agent_id) is turn:  # the agent's next turn may have begun
@@ -374,14 +383,27 @@ class LlmHandler:
     async def _fit_text(
         self, claim: Claim, text: str, files: tuple[InlineFile, ...] = ()
     ) -> tuple[str, tuple[dict[str, Any], ...]]:
-        """Return text that fits a message, and its attachments: the whole text if it was too long, and `files`."""
+        """Return text that fits a message, and its attachments: the whole text if it was too long, and `files`.
+
+        The text says which files could not be stored.
+        """
         writer = self._artifact_writer and self._artifact_writer(claim.agent_id)
         fitted, attachments = await self._retry_store(claim, lambda: fit_answer(text, writer))
-        if writer:
-            for file in files:
+        if writer is None:
+            return fitted, attachments
+        notes = list[str]()
+        for file in files:
+            try:
                 stored = await self._retry_store(claim, partial(writer, file.data, file.filename))
+            except (CoterieError, OSError) as error:
+                name = one_line(file.filename)
+                log.warning("%s: the file %s of the answer cannot be stored: %s", claim.agent_id, name, error)
+                notes.append(f"[The file {name} was not kept: {one_line(str(error), 200)}.]")
+            else:
                 attachments = (*attachments, stored.to_dict())
-        return fitted, attachments
+        if (more := len(notes) - MAX_FILE_NOTES) > 0:
+            notes[MAX_FILE_NOTES:] = [f"[{more} more files were not kept either.]"]
+        return "\n\n".join(filter(None, [fitted, *notes])), attachments
 
     async def _answer(self, claim: Claim, profile: Profile, turn: RunningTurn) -> Completion:
         """Ask the model. A request that exceeds the context window is shortened until the service accepts it.

@@ -144,7 +144,7 @@ def _wake(woken: asyncio.Future[None], _: object = None) -> None:
 class ToolContext:
     agent_id: str
     capabilities: Capabilities
-    """Input and output types of the agent's model."""
+    """Input and output types of the agent's model; none if its service was removed from the configuration."""
     router: CapabilityRouter
     """Decides how attachments reach a service."""
     send: SendFunction

@@ -19,7 +19,7 @@ from coterie.messages import Envelope
 from coterie.stores.sql.quarantine import UnclaimableAgent
 from coterie.stores.sql.queries import count_tokens_since
 from coterie.stores.sql.rows import Connection, json_keys
-from coterie.stores.sql.turn_transaction import MAX_CRASHES, TurnTransaction
+from coterie.stores.sql.turn_transaction import MAX_CRASHES, TurnTransaction, release_reserved_tokens
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.text import to_storable
 from coterie.turn import Event, Rules
@@ -246,8 +246,8 @@ def summarise(db: Connection, uow: UnitOfWork, claim: Claim, upto: int, text: st
 
 
 def add_usage(db: Connection, uow: UnitOfWork, claim: Claim, service: str, usage: TokenUsage) -> None:
-    """Write the tokens of a further request of the step: for a summary, for the server of a tool, or one that was
-    stopped. Not fenced: the tokens are paid for in any case."""
+    """Write the tokens of a further request of the step: for a summary, for the server of a tool, or one whose step was
+    refused. Not fenced: the tokens are paid for in any case."""
     if claim.task:
         uow.tasks.of(claim.task).add_usage(usage)
     db.execute(
@@ -269,12 +269,18 @@ def add_usage(db: Connection, uow: UnitOfWork, claim: Claim, service: str, usage
     )
 
 
+def add_refused_usage(db: Connection, uow: UnitOfWork, claim: Claim, service: str, usage: TokenUsage) -> None:
+    release_reserved_tokens(db, claim.agent_id, claim.turn_no, claim.step_no)
+    if usage.input_tokens:
+        add_usage(db, uow, claim, service, usage)
+
+
 def reserve_tokens(
     db: Connection, uow: UnitOfWork, claim: Claim, service: str, tokens: int, since: int, limit: int
 ) -> bool:
     turn = TurnTransaction(db, uow, claim.agent_id, Rules())
     turn.check_fence(claim)
-    turn.release_reserved_tokens()
+    release_reserved_tokens(db, claim.agent_id, claim.turn_no, claim.step_no)
     if count_tokens_since(db, since) >= limit:
         return False
     turn.record_usage(service, TokenUsage(input_tokens=tokens, estimated=True), "used", is_reserved=True)

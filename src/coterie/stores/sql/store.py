@@ -457,6 +457,13 @@ class SqlStore(SqlOverview):
             lambda db, uow: claims.add_usage(db, uow, claim, service, usage), touches=[claim.agent_id], durable=False
         )
 
+    async def add_refused_usage(self, claim: Claim, service: str, usage: TokenUsage) -> None:
+        await self._transact(
+            lambda db, uow: claims.add_refused_usage(db, uow, claim, service, usage),
+            touches=[claim.agent_id],
+            durable=False,
+        )
+
     async def tokens_used_since(self, start: datetime) -> int:
         return await self._read(lambda db: queries.count_tokens_since(db, to_ms(start)))
 

@@ -90,7 +90,8 @@ SELECT messages.sender FROM history LEFT JOIN messages ON messages.id = history.
  WHERE history.agent_id = :agent_id ORDER BY history.seq DESC LIMIT 1
 """
 _DELETE_RESERVED_TOKENS = """
-DELETE FROM llm_calls WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no AND call_no = 0
+DELETE FROM llm_calls
+ WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no AND call_no = 0 AND task IS NULL
 """
 
 _MS = timedelta(milliseconds=1)
@@ -134,6 +135,8 @@ class TurnTransaction:
         self._history_changed = False
         """Earlier history rows were changed."""
         self._was_taken_over = False
+        self._has_claim = False
+        """The worker of the turn takes this step. Otherwise its request may run, and the worker counts its tokens."""
         self._plan_task = self.mailbox.task
         """The task of the open plan: a turn changes its task only when no plan is open."""
         self._is_new_work = bool(self.mailbox.over_budget)
@@ -199,6 +202,7 @@ class TurnTransaction:
         """Continue the turn of `claim`. The fence proves that the claim's copy of the state is current."""
         self._uow.flush_messages()
         self.check_fence(claim)
+        self._has_claim = True
         self._plan_key, self._plan, self._stored_plan = claim.plan_key, claim.plan, claim.plan
         self._cause, self._reply_target, self._may_have_sent = claim.cause, claim.reply_target, claim.may_have_sent
         self._cuts = claim.cuts
@@ -230,8 +234,8 @@ class TurnTransaction:
             self.record_usage(event.service, event.usage, "used")
         elif isinstance(event, Interrupted) and event.usage.input_tokens:
             self.record_usage(event.service, event.usage, "withdrawn")
-        elif isinstance(event, ModelFailed | Deferred | Interrupted):
-            self.release_reserved_tokens()
+        elif isinstance(event, ModelFailed | Deferred | Interrupted | Stopped) and self._has_claim:
+            release_reserved_tokens(self._db, self._agent_id, self.mailbox.turn_no, self.mailbox.step_no)
         self._cuts += isinstance(event, Interrupted)
         if isinstance(event, Stopped):
             self._outcome = "stopped"
@@ -496,7 +500,7 @@ class TurnTransaction:
             row.state, row.runnable_at = "ready", self._uow.now
         row.retry_ms = None
         if change.state == "wait_retry":
-            row.retries += 1
+            row.retries += not change.is_suspended
             row.retry_ms = change.delay // _MS if change.delay is not None else None
         row.why = change.reason or None
         row.problem = _encode(self._describe_problem(change)).decode() if change.reason else None
@@ -543,13 +547,6 @@ class TurnTransaction:
                 "cost": usage.cost,
                 "model_ms": usage.model_ms,
             },
-        )
-
-    def release_reserved_tokens(self) -> None:
-        """Delete the tokens reserved for this step."""
-        self._db.execute(
-            _DELETE_RESERVED_TOKENS,
-            {"agent_id": self._agent_id, "turn_no": self.mailbox.turn_no, "step_no": self.mailbox.step_no},
         )
 
     def _append_history(
@@ -633,6 +630,11 @@ class TurnTransaction:
             was_taken_over=self._was_taken_over,
             checked_seq=self._inbox.checked_seq if self._plan else 0,
         )
+
+
+def release_reserved_tokens(db: Connection, agent_id: str, turn_no: int, step_no: int) -> None:
+    """Delete the tokens reserved for the step."""
+    db.execute(_DELETE_RESERVED_TOKENS, {"agent_id": agent_id, "turn_no": turn_no, "step_no": step_no})
 
 
 def _reply_target(messages: Sequence[Message]) -> ReplyTarget | None:
