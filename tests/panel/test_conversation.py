@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from dataclasses import replace
 from datetime import timedelta
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Error, Page, expect
 
 from coterie import store
 from coterie.live import CallProgress
@@ -387,6 +388,55 @@ async def test_a_file_that_is_still_uploading_moves_to_another_recipient(panel: 
     await ui.send(page, "Look at this")
     await expect(page.locator(ui.CHIP)).to_have_count(0)
     await expect(page.locator(f"{ui.FEED} .msg-mine")).to_contain_text("a.png")
+
+
+async def send_during_upload(panel: Panel, page: Page, text: str) -> asyncio.Event:
+    """Send a text with a file whose upload fails when the returned event is set."""
+    may_end = asyncio.Event()
+    panel.allow("Failed to load resource")
+
+    async def fail(route: Any) -> None:
+        await may_end.wait()
+        with contextlib.suppress(Error):  # the page may have cancelled it
+            await route.abort()
+
+    await page.route("**/api/v1/artifacts", fail)
+    await page.set_input_files("input[type=file]", {"name": "a.png", "mimeType": "image/png", "buffer": PNG})
+    await expect(page.locator(ui.CHIP)).to_be_visible()
+    await ui.send(page, text)
+    await expect(page.locator("#composer-hint")).to_contain_text("when the upload is complete")
+    return may_end
+
+
+@pytest.mark.check(18)
+async def test_a_failed_upload_cancels_the_send_that_waits_for_it(panel: Panel) -> None:
+    page = await panel.open()
+    sent, composer = record_bodies(page), page.locator(ui.COMPOSER)
+    may_end = await send_during_upload(panel, page, "Look at this")
+    may_end.set()
+    await expect(page.locator(ui.CHIP)).to_contain_text("Upload failed")
+    await expect(composer).to_have_value("Look at this")
+    await expect(page.locator("#composer-hint")).to_be_empty()
+    await composer.fill("Look at")
+    await panel.society.create_agent(id="new", name="New")  # paints the attachments again
+    await expect(ui.row(page, "new")).to_be_visible()
+    await expect(composer).to_have_value("Look at")
+    await ui.send(page, "Without it")
+    await eventually(lambda: _said(panel, "Without it"))
+    assert [one["payload"]["text"] for one in sent] == ["Without it"]
+
+
+@pytest.mark.check(18)
+async def test_a_composer_that_was_left_during_an_upload_sends_nothing(panel: Panel) -> None:
+    page = await panel.open()
+    sent, composer = record_bodies(page), page.locator(ui.COMPOSER)
+    may_end = await send_during_upload(panel, page, "Look at this")
+    await ui.row(page, "bob").click()
+    await expect(page.locator('[data-testid="title"]')).to_have_text("Bob")
+    await ui.row(page, "ada").click()
+    await expect(composer).to_have_value("Look at this")
+    may_end.set()
+    assert sent == []
 
 
 async def test_a_broken_off_reply_and_the_reason_of_the_retry_are_shown(

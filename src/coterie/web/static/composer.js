@@ -22,6 +22,7 @@ export function mountComposer(root, agent) {
   let tray = null; // attachments; the module is loaded for the first file
   let composedAt = -1;
   let waitingPlan = null; // of a message whose files are not uploaded yet
+  let left = false; // a composer that was left never sends
 
   const strip = h('div', { class: 'strip', role: 'region', 'aria-label': t('strip') });
   const note = h('div', { class: 'composer-note' });
@@ -188,7 +189,9 @@ export function mountComposer(root, agent) {
     tray ??= mountTray(chips, agent, () => {
       keepDraft();
       paint();
-      if (tray?.waits && !tray.busy()) submit(waitingPlan);
+      if (!tray?.waits || tray.busy()) return;
+      tray.waits = false;
+      submit(waitingPlan);
     }, moveTo);
     if (draft.files.length) tray.restore(draft.files);
     draft.files = [];
@@ -208,16 +211,15 @@ export function mountComposer(root, agent) {
     tray.hand(other);
     handedTo = other;
     localStorage.removeItem(kept(agent));
-    moved = true;
+    left = true;
     go(agentPath(other));
   }
-  let moved = false;
 
   // Sending
 
   /** `plan`: `{at, every, timeZone}` of a message to be delivered later. */
   function submit(plan = null) {
-    if (text.disabled || !sendable()) return;
+    if (left || text.disabled || !sendable()) return;
     if (tray?.busy()) {
       tray.waits = true;
       waitingPlan = plan;
@@ -263,7 +265,8 @@ export function mountComposer(root, agent) {
     },
     focus: () => text.focus(),
     leave() {
-      if (!moved) keepDraft();
+      if (!left) keepDraft();
+      left = true;
       tray?.leave();
       ends.forEach((end) => end());
     },
