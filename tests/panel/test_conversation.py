@@ -216,6 +216,24 @@ async def test_stop_ends_the_turn_and_keeps_the_text_and_the_waiting_messages(pa
     assert await panel.texts() == ["Tell me much", "And this"]
 
 
+@pytest.mark.check(16)
+async def test_the_turn_after_a_stopped_one_can_be_stopped_too(panel: Panel) -> None:
+    page = await panel.open()
+    await page.get_by_test_id("agent-filter").fill("bob")  # the row of Ada is hidden
+    for turn in ("first", "second"):
+        panel.server.script(Says(" ".join(f"{turn}{n}" for n in range(200)), token_delay=0.05))
+    await ui.send(page, "Tell me much")
+    await expect(page.locator(ui.DRAFT)).to_contain_text("first5")
+    await ui.send(page, "And this")
+    await eventually(lambda: _waits(panel, 1))
+    await page.locator(ui.STOP).click()
+    await expect(page.locator(ui.DRAFT)).to_contain_text("second5")
+    await expect(page.locator(ui.SEND)).to_have_accessible_name("Stop Ada")
+    await page.locator(ui.SEND).click()
+    await expect(page.locator('[data-testid="stopped"]')).to_have_count(2)
+    await panel.stage.state("ada", "idle")
+
+
 @pytest.mark.check(17)
 async def test_a_delayed_message_counts_down_and_arrives(panel: Panel) -> None:
     # The browser's clock is an hour wrong; the countdown uses the server's.

@@ -127,7 +127,7 @@ export function mountComposer(root, agent) {
     sender.disabled = gone;
     setAttr(text, 'aria-label', t('writeTo', { name }));
     text.placeholder = gone ? '' : t(one?.state === 'active' && !small.matches ? 'writeToActive' : 'writeTo', { name });
-    setAttr(sender, 'aria-disabled', (stops() ? !stopping.has(agent) : !gone && sendable()) ? null : 'true');
+    setAttr(sender, 'aria-disabled', (stops() ? !stopping.has(one) : !gone && sendable()) ? null : 'true');
     setAttr(clock, 'aria-disabled', !gone && sendable() ? null : 'true');
     paintSender(name);
     setText(hint, gone ? t(one.retired ? 'agentRetired' : 'recipientGone', { name }) : over > 0 ? t('tooLong', { n: over }) : tray?.waits ? t('waitsForUploads') : question ? t(asksBack() ? 'hintAskBack' : 'hintApproval', { name, tool: approvalOf(question).tool }) : one?.state === 'active' ? t('hintActive', { name }) : '');
@@ -146,7 +146,7 @@ export function mountComposer(root, agent) {
   const stops = () => state.agents.get(agent)?.state === 'active' && !sendable();
 
   function paintSender(name) {
-    const mode = !stops() ? 'send' : stopping.has(agent) ? 'stopping' : 'stop';
+    const mode = !stops() ? 'send' : stopping.has(state.agents.get(agent)) ? 'stopping' : 'stop';
     setAttr(sender, 'aria-label', mode === 'send' ? t('send') : mode === 'stop' ? t('stopAgent', { name }) : t('stopping'));
     if (sender.dataset.mode === mode) return;
     sender.dataset.mode = mode;
