@@ -17,8 +17,15 @@ let handedTo = null; // the agent that gets moved files
 let shown = null; // the composer that is shown: {agent, refill, add, focus}
 const kept = (agent) => `coterie.draft.${agent}`;
 
-/** Shows the composer of one agent. Returns `{leave, replyTo, refill, add, focus}`. */
+/** Shows the composer of one agent; '' until the agents are loaded. Returns `{leave, replyTo, refill, add, focus}`. */
 export function mountComposer(root, agent) {
+  const early = takeEarly();
+  if (early?.text) addToDraft(agent, early.text);
+  const unaddressed = agent && readDraft('');
+  if (unaddressed) {
+    addToDraft(agent, unaddressed.text, unaddressed.files);
+    localStorage.removeItem(kept(''));
+  }
   const draft = { text: '', files: [], replyTo: null, ...readDraft(agent) };
   let tray = null; // attachments; the module is loaded for the first file
   let composedAt = -1;
@@ -53,11 +60,7 @@ export function mountComposer(root, agent) {
   // Writing
 
   text.value = draft.text;
-  const early = takeEarly();
-  if (early) {
-    text.value ||= early.text;
-    if (early.focused) text.focus();
-  }
+  if (early?.focused) text.focus();
   text.addEventListener('input', changed);
   text.addEventListener('compositionend', () => {
     composedAt = performance.now();
@@ -154,7 +157,7 @@ export function mountComposer(root, agent) {
     fill(sender, h('span', { class: 'send-word' }, t(mode)), icon(mode === 'send' ? 'send' : 'stop'));
   }
 
-  const sendable = () => (text.value.trim() || tray?.any() || draft.files.length) && [...text.value].length <= LONGEST;
+  const sendable = () => agent && (text.value.trim() || tray?.any() || draft.files.length) && [...text.value].length <= LONGEST;
 
   function replyTo(id) {
     draft.replyTo = id;
