@@ -244,8 +244,57 @@ async def test_a_message_is_sent_later_moved_and_edited(panel: Panel, locale: st
     await page.get_by_test_id("when-repeat").select_option("daily 09:30")
     await page.get_by_test_id("when-save").click()
     await expect(row).to_contain_text(Words(locale)("every_daily", time="09:30"))
+    await expect(page.get_by_role("dialog")).to_have_count(0)
     (schedule,) = await panel.society.store.schedules()
     assert schedule.every.startswith("daily 09:30") and await panel.society.bus.delayed_count() == 1
+
+
+async def test_a_refused_edit_of_a_scheduled_message_keeps_it(panel: Panel) -> None:
+    await panel.society.send(to="ada", text="Good morning", delay_ms=3_600_000)
+    page = await panel.open("#/delayed")
+    panel.allow("Failed to load resource")
+    row, dialog = page.locator(".screen .delayed-item"), page.get_by_role("dialog")
+    await row.get_by_test_id("delayed-edit").click()
+    await page.get_by_test_id("when-repeat").select_option("custom")
+    await page.get_by_test_id("when-custom").fill("every blue moon")
+    await page.get_by_test_id("when-save").click()
+    await expect(dialog.get_by_role("alert")).to_be_visible()
+    assert await panel.society.bus.delayed_count() == 1
+    await page.get_by_test_id("when-custom").fill("daily 09:30")
+    await page.get_by_test_id("when-save").click()
+    await expect(dialog).to_have_count(0)
+    await expect(row).to_have_count(1)
+    await expect(row).to_contain_text("every day at 09:30")
+    assert await panel.society.bus.delayed_count() == 1
+
+
+async def test_an_edit_of_a_message_that_was_delivered_meanwhile_sends_nothing(panel: Panel) -> None:
+    sent = await panel.society.send(to="ada", text="Good morning", delay_ms=3_600_000)
+    page = await panel.open("#/delayed")
+    panel.allow("Failed to load resource")
+    await page.locator(".screen .delayed-item").get_by_test_id("delayed-edit").click()
+    await page.get_by_test_id("when-text").fill("Good evening")
+    await panel.society.bus.reschedule(sent.message_id, 0)
+    await panel.stage.heard()
+    await page.get_by_test_id("when-save").click()
+    await expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("too late")
+    assert await panel.society.bus.delayed_count() == 0
+    assert await panel.texts() == ["Good morning"]
+
+
+async def test_a_reminder_of_an_agent_is_moved_but_not_made_recurring(panel: Panel) -> None:
+    await panel.society.send(to="user", text="Take a break", sender="ada", delay_ms=3_600_000)
+    page = await panel.open("#/delayed")
+    await page.locator(".screen .delayed-item").get_by_test_id("delayed-edit").click()
+    await expect(page.get_by_test_id("when-at")).to_be_visible()
+    await expect(page.get_by_test_id("when-repeat")).to_be_hidden()
+    due = datetime.now(UTC) + timedelta(days=3)
+    await page.get_by_test_id("when-at").fill(due.strftime("%Y-%m-%dT09:30"))
+    await page.get_by_test_id("when-save").click()
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+    (delayed,) = await panel.society.store.delayed(None, limit=5)
+    assert delayed.sender == "ada" and delayed.deliver_at is not None
+    assert abs(delayed.deliver_at - due) < timedelta(days=2)
 
 
 async def _is(read: object, wanted: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from dataclasses import replace
 from datetime import timedelta
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Error, Page, expect
 
 from coterie import store
 from coterie.live import CallProgress
@@ -215,6 +216,24 @@ async def test_stop_ends_the_turn_and_keeps_the_text_and_the_waiting_messages(pa
     assert await panel.texts() == ["Tell me much", "And this"]
 
 
+@pytest.mark.check(16)
+async def test_the_turn_after_a_stopped_one_can_be_stopped_too(panel: Panel) -> None:
+    page = await panel.open()
+    await page.get_by_test_id("agent-filter").fill("bob")  # the row of Ada is hidden
+    for turn in ("first", "second"):
+        panel.server.script(Says(" ".join(f"{turn}{n}" for n in range(200)), token_delay=0.05))
+    await ui.send(page, "Tell me much")
+    await expect(page.locator(ui.DRAFT)).to_contain_text("first5")
+    await ui.send(page, "And this")
+    await eventually(lambda: _waits(panel, 1))
+    await page.locator(ui.STOP).click()
+    await expect(page.locator(ui.DRAFT)).to_contain_text("second5")
+    await expect(page.locator(ui.SEND)).to_have_accessible_name("Stop Ada")
+    await page.locator(ui.SEND).click()
+    await expect(page.locator('[data-testid="stopped"]')).to_have_count(2)
+    await panel.stage.state("ada", "idle")
+
+
 @pytest.mark.check(17)
 async def test_a_delayed_message_counts_down_and_arrives(panel: Panel) -> None:
     # The browser's clock is an hour wrong; the countdown uses the server's.
@@ -387,6 +406,162 @@ async def test_a_file_that_is_still_uploading_moves_to_another_recipient(panel: 
     await ui.send(page, "Look at this")
     await expect(page.locator(ui.CHIP)).to_have_count(0)
     await expect(page.locator(f"{ui.FEED} .msg-mine")).to_contain_text("a.png")
+
+
+async def send_during_upload(panel: Panel, page: Page, text: str) -> asyncio.Event:
+    """Send a text with a file whose upload fails when the returned event is set."""
+    may_end = asyncio.Event()
+    panel.allow("Failed to load resource")
+
+    async def fail(route: Any) -> None:
+        await may_end.wait()
+        with contextlib.suppress(Error):  # the page may have cancelled it
+            await route.abort()
+
+    await page.route("**/api/v1/artifacts", fail)
+    await page.set_input_files("input[type=file]", {"name": "a.png", "mimeType": "image/png", "buffer": PNG})
+    await expect(page.locator(ui.CHIP)).to_be_visible()
+    await ui.send(page, text)
+    await expect(page.locator("#composer-hint")).to_contain_text("when the upload is complete")
+    return may_end
+
+
+@pytest.mark.check(18)
+async def test_a_failed_upload_cancels_the_send_that_waits_for_it(panel: Panel) -> None:
+    page = await panel.open()
+    sent, composer = record_bodies(page), page.locator(ui.COMPOSER)
+    may_end = await send_during_upload(panel, page, "Look at this")
+    may_end.set()
+    await expect(page.locator(ui.CHIP)).to_contain_text("Upload failed")
+    await expect(composer).to_have_value("Look at this")
+    await expect(page.locator("#composer-hint")).to_be_empty()
+    await composer.fill("Look at")
+    await panel.society.create_agent(id="new", name="New")  # paints the attachments again
+    await expect(ui.row(page, "new")).to_be_visible()
+    await expect(composer).to_have_value("Look at")
+    await ui.send(page, "Without it")
+    await eventually(lambda: _said(panel, "Without it"))
+    assert [one["payload"]["text"] for one in sent] == ["Without it"]
+
+
+@pytest.mark.check(18)
+async def test_a_composer_that_was_left_during_an_upload_sends_nothing(panel: Panel) -> None:
+    page = await panel.open()
+    sent, composer = record_bodies(page), page.locator(ui.COMPOSER)
+    may_end = await send_during_upload(panel, page, "Look at this")
+    await ui.row(page, "bob").click()
+    await expect(page.locator('[data-testid="title"]')).to_have_text("Bob")
+    await ui.row(page, "ada").click()
+    await expect(composer).to_have_value("Look at this")
+    may_end.set()
+    assert sent == []
+
+
+async def test_a_send_that_fails_after_its_conversation_was_reopened_restores_the_text(panel: Panel) -> None:
+    page = await panel.open()
+    panel.allow("Failed to load resource")
+    posts = Held()
+    await page.route("**/api/v1/messages", posts)
+    await ui.send(page, "My own words")
+    await asyncio.wait_for(posts.arrived.wait(), TIMEOUT_SECONDS)
+    await ui.row(page, "bob").click()
+    await ui.row(page, "ada").click()
+    await expect(page.locator('[data-testid="title"]')).to_have_text("Ada")
+    posts.may_end.set()
+    await expect(page.locator(ui.TOAST)).to_contain_text("My own words")
+    await expect(page.locator(ui.COMPOSER)).to_have_value("My own words")
+    await page.reload()
+    await expect(page.locator(ui.COMPOSER)).to_have_value("My own words")
+
+
+async def test_a_send_that_fails_in_another_conversation_becomes_the_draft_of_its_own(panel: Panel) -> None:
+    page = await panel.open()
+    panel.allow("Failed to load resource")
+    posts, composer = Held(), page.locator(ui.COMPOSER)
+    await page.route("**/api/v1/messages", posts)
+    await ui.send(page, "My own words")
+    await asyncio.wait_for(posts.arrived.wait(), TIMEOUT_SECONDS)
+    await ui.row(page, "bob").click()
+    posts.may_end.set()
+    await expect(page.locator(ui.TOAST)).to_contain_text("My own words")
+    await expect(composer).to_have_value("")
+    await ui.row(page, "ada").click()
+    await expect(composer).to_have_value("My own words")
+
+
+async def test_a_failed_send_stays_when_the_agent_has_taken_an_equal_message(panel: Panel) -> None:
+    page = await panel.open()
+    panel.allow("Failed to load resource")
+    await at_work(panel, "Both rang")
+    await ui.send(page, "Yes")
+    await eventually(lambda: _waits(panel, 1))
+    posts = Held()
+    await page.route("**/api/v1/messages", posts)
+    await ui.send(page, "Yes")
+    await expect(page.locator(ui.WAITING)).to_have_count(2)
+    await page.locator(ui.COMPOSER).fill("Something else")
+    Bell.may_end.set()
+    await expect(page.locator(ui.FEED)).to_contain_text("Both rang")
+    posts.may_end.set()
+    await expect(page.locator(ui.TOAST)).to_contain_text("Yes")
+    await expect(page.locator(f'{ui.FEED} [data-state="failed"]')).to_contain_text("Yes")
+
+
+async def hold_withdrawals(page: Page) -> asyncio.Event:
+    """Hold requests that withdraw a message until the returned event is set."""
+    may_go = asyncio.Event()
+
+    async def hold(route: Any) -> None:
+        await may_go.wait()
+        await route.continue_()
+
+    await page.route("**/api/v1/messages/*", hold)
+    return may_go
+
+
+async def test_text_typed_during_a_withdrawal_is_kept_with_the_withdrawn_text(panel: Panel) -> None:
+    page = await panel.open()
+    composer = page.locator(ui.COMPOSER)
+    await at_work(panel)
+    await ui.send(page, "Withdrawn")
+    await expect(page.locator(ui.WAITING).get_by_test_id("withdraw")).to_have_text("Unsend")
+    may_go = await hold_withdrawals(page)
+    async with page.expect_request("**/api/v1/messages/*"):
+        await composer.press("ArrowUp")
+    await composer.fill("Typed")
+    may_go.set()
+    await expect(composer).to_have_value("Typed\n\nWithdrawn")
+    await expect(page.locator(ui.WAITING)).to_have_count(0)
+    Bell.may_end.set()
+
+
+async def test_a_message_edited_again_returns_to_the_composer_of_its_own_agent(panel: Panel) -> None:
+    await panel.society.pause_all()
+    await panel.society.send(to="ada", text="For Ada")
+    context = await panel.browser()
+
+    async def starting(route: Any) -> None:  # as when all turns of the process are taken
+        response = await route.fetch()
+        seen = await response.json()
+        for agent in seen["agents"]:
+            agent |= {"state": "active", "phase": "starting"} if agent["id"] == "ada" else {}
+        await route.fulfill(response=response, json=seen)
+
+    await context.route("**/api/v1/snapshot", starting)
+    page = await panel.open(context=context)
+    composer = page.locator(ui.COMPOSER)
+    may_go = await hold_withdrawals(page)
+    await page.locator(f"{ui.FEED} .msg-mine").get_by_test_id("message-menu").focus()
+    await page.keyboard.press("Enter")
+    async with page.expect_request("**/api/v1/messages/*"):
+        await page.get_by_role("menuitem", name="Edit and send again").press("Enter")
+    await ui.row(page, "bob").click()
+    async with page.expect_response("**/api/v1/messages/*"):
+        may_go.set()
+    await ui.row(page, "ada").click()
+    await expect(composer).to_have_value("For Ada")
+    await ui.row(page, "bob").click()
+    await expect(composer).to_have_value("")
 
 
 async def test_a_broken_off_reply_and_the_reason_of_the_retry_are_shown(

@@ -316,6 +316,9 @@ async def test_a_hidden_page_shows_a_browser_notification(panel: Panel, words: W
     await panel.send_as_agent("Now")
     await page.wait_for_function("() => window.notified.length > 0")
     assert await page.evaluate("() => window.notified") == ["Ada: Now"]
+    await panel.society.send(to="user", text="Take a break", sender="ada", delay_ms=100)
+    await page.wait_for_function("() => window.notified.length > 1")
+    assert await page.evaluate("() => window.notified") == ["Ada: Now", "Ada: Take a break"]
 
 
 async def _region(page: Page) -> str:

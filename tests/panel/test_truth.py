@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Locator, Page, expect
+from playwright.async_api import Browser, Locator, Page, Route, expect
 
 from coterie.cli.server import greet
 from coterie.testing import Calls, Says
@@ -16,7 +18,7 @@ from coterie.tour import script
 from tests.agent.held_answer import HeldAnswer
 from tests.agent.stage import TOOLS, Bell
 from tests.panel import ui
-from tests.panel.harness import AGENTS, PHONE, WIDE, Panel, eventually, open_panel
+from tests.panel.harness import AGENTS, PHONE, WIDE, Panel, eventually, open_panel, record_bodies
 from tests.panel.words import Words
 
 LANGUAGES = {"en-US": 0, "zh-CN": 1}
@@ -134,6 +136,37 @@ async def test_what_is_typed_goes_to_the_composer_of_the_agent_in_sight(panel: P
     await expect(ui.row(page, "bob")).to_be_focused()
     await expect(composer).to_have_value("to seerbo")
     assert await panel.texts("ada") == []
+
+
+@pytest.mark.parametrize(
+    ("place", "held", "field"),
+    [("", "**/static/app.js*", "#early"), ("#/a/ada", "**/static/app.js*", "#early"), ("", "**/snapshot", ui.COMPOSER)],
+)
+async def test_text_typed_while_the_page_loads_is_kept(panel: Panel, place: str, held: str, field: str) -> None:
+    context = await panel.browser()
+    may_go = asyncio.Event()
+
+    async def hold(route: Route) -> None:
+        await may_go.wait()
+        await route.continue_()
+
+    await (await panel.open(context=context)).locator(ui.COMPOSER).fill("Kept before")
+    await context.route(held, hold)
+    page = await context.new_page()
+    composer = page.locator(ui.COMPOSER)
+    sent = record_bodies(page)
+    await page.goto(f"{panel.url}/{place}", wait_until="commit")
+    await page.locator(field).press_sequentially("Hello")
+    await page.keyboard.press("Enter")
+    may_go.set()
+    await page.wait_for_selector("[data-ready]")
+    await expect(page.locator('[data-testid="title"]')).to_have_text("Ada")
+    await expect(composer).to_have_value(re.compile(r"Kept before\n+Hello"))
+    await ui.row(page, "bob").click()
+    await expect(composer).to_have_value("")
+    await ui.row(page, "ada").click()
+    await expect(composer).to_have_value(re.compile(r"Kept before\n+Hello"))
+    assert sent == []
 
 
 @pytest.mark.parametrize(("locale", "at"), LANGUAGES.items())

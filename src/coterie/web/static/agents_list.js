@@ -14,26 +14,28 @@ const folded = new Set();
 
 // Status of one agent
 
-export const stopping = new Set();
+/** Agents that were told to stop, as they are in `state.agents`: each event about an agent replaces it there, and so ends this. */
+export const stopping = new WeakSet();
 
 /** The agent's status in a few words. */
 export function doing(agent) {
   if (agent.retired) return t('change_retired');
   if (agent.state !== 'active') return t(agent.state);
-  if (stopping.has(agent.id)) return t('stopping');
+  if (stopping.has(agent)) return t('stopping');
   if (agent.phase === 'tool' && agent.tool) return agent.tool;
   const says = agent.phase === 'thinking' && [...state.drafts.values()].some((one) => one.agent === agent.id && !one.stopped && !one.ended);
   return t(says ? 'phase_replying' : `phase_${agent.phase ?? 'thinking'}`);
 }
 
 export async function stop(id) {
-  if (state.agents.get(id)?.state !== 'active' || stopping.has(id)) return;
-  stopping.add(id);
+  const agent = state.agents.get(id);
+  if (agent?.state !== 'active' || stopping.has(agent)) return;
+  stopping.add(agent);
   touch(`agent:${id}`);
   try {
     await post(`/agents/${encodeURIComponent(id)}/stop`);
   } catch (error) {
-    stopping.delete(id);
+    stopping.delete(agent);
     touch(`agent:${id}`);
     oops(error, () => stop(id));
   }
@@ -147,13 +149,12 @@ export function mountAgents(root) {
 
     function paint() {
       const agent = state.agents.get(one.id) ?? one;
-      if (agent.state !== 'active') stopping.delete(one.id);
       const known = state.threads.get(one.id);
       const asks = openQuestions(one.id).length > 0 && agent.state !== 'terminated';
       const unread = known?.unread ?? 0;
       const current = addressed() === one.id;
       const says = [doing(agent), unread && t('unread', { n: unread }), asks && t('waitsForYou')].filter(Boolean).map((part) => `, ${part}`).join('');
-      const key = [agent.name, agent.retired, agent.description, agent.state, says, current, stopping.has(one.id)].join();
+      const key = [agent.name, agent.retired, agent.description, agent.state, says, current, stopping.has(agent)].join();
       paintSub(agent, known);
       if (key === painted) return;
       painted = key;
@@ -165,7 +166,7 @@ export function mountAgents(root) {
       setAttr(el, 'title', agent.description || null);
       fill(mark, asks && h('span', { class: 'row-star', 'aria-hidden': 'true', title: t('waitsForYou') }, '★'),
         unread > 0 && h('span', { class: 'badge', 'aria-hidden': 'true', 'data-testid': 'unread' }, upTo99(unread)));
-      stopper.hidden = agent.state !== 'active' || stopping.has(one.id);
+      stopper.hidden = agent.state !== 'active' || stopping.has(agent);
     }
 
     function paintSub(agent, known) {

@@ -19,7 +19,7 @@ export function mountTray(root, agent, changed, moveTo) {
 
   function add(files) {
     for (const file of files) {
-      const chip = { file, name: file.name || 'file', size: file.size, kind: file.type.split('/')[0], share: 0, status: 'uploading', paint };
+      const chip = { file, name: file.name || 'file', size: file.size, kind: file.type.split('/')[0], share: 0, status: 'uploading', ended };
       chips.push(chip);
       begin(chip);
     }
@@ -37,7 +37,12 @@ export function mountTray(root, agent, changed, moveTo) {
     done.then(
       (artifact) => Object.assign(chip, { status: 'ready', artifact, size: artifact.size, kind: artifact.type }),
       (problem) => Object.assign(chip, { status: problem.status === 413 ? 'big' : 'failed', why: reasonOf(problem) }),
-    ).then(() => chip.paint());
+    ).then(() => chip.ended(chip));
+  }
+
+  function ended(chip) {
+    if (chip.status !== 'ready' && chips.includes(chip)) tray.waits = false; // never sent without the file
+    paint();
   }
 
   function drop(chip) {
@@ -106,7 +111,7 @@ export function mountTray(root, agent, changed, moveTo) {
       for (const chip of chips) if (chip.status === 'uploading') chip.cancel?.();
     },
   };
-  for (const chip of chips) chip.paint = paint;
+  for (const chip of chips) chip.ended = ended;
   if (chips.length) queueMicrotask(paint);
   return tray;
 }

@@ -5,7 +5,7 @@ import { stop, stopping } from './agents_list.js';
 import { newId, send } from './api.js';
 import { dayAndTime, reasonOf, t } from './i18n.js';
 import { toast } from './notices.js';
-import { approvalOf, confirmLocal, dropLocal, isOpen, now, on, openQuestions, plainText, putLocal, state, touch } from './state.js';
+import { approvalOf, confirmLocal, dropLocal, isOpen, now, on, openQuestions, plainText, putLocal, state, textOf, touch } from './state.js';
 import { agentPath, go } from './router.js';
 import { small, takeEarly } from './shell.js';
 import { mountStrip, waitingFor, withdraw } from './waiting.js';
@@ -14,14 +14,23 @@ const LONGEST = 200_000;
 const LONG_PASTE = 20_000; // characters; a longer text is attached instead of inserted
 const MOST_LINES = 2_000; // a text with more lines would freeze the page while it is laid out
 let handedTo = null; // the agent that gets moved files
+let shown = null; // the composer that is shown: {agent, refill, add, focus}
 const kept = (agent) => `coterie.draft.${agent}`;
 
-/** Shows the composer of one agent. Returns `{leave, replyTo, refill}`. */
+/** Shows the composer of one agent; '' until the agents are loaded. Returns `{leave, replyTo, refill, add, focus}`. */
 export function mountComposer(root, agent) {
+  const early = takeEarly();
+  if (early?.text) addToDraft(agent, early.text);
+  const unaddressed = agent && readDraft('');
+  if (unaddressed) {
+    addToDraft(agent, unaddressed.text, unaddressed.files);
+    localStorage.removeItem(kept(''));
+  }
   const draft = { text: '', files: [], replyTo: null, ...readDraft(agent) };
   let tray = null; // attachments; the module is loaded for the first file
   let composedAt = -1;
   let waitingPlan = null; // of a message whose files are not uploaded yet
+  let left = false; // it neither sends nor stores its draft: the same agent may have a new composer
 
   const strip = h('div', { class: 'strip', role: 'region', 'aria-label': t('strip') });
   const note = h('div', { class: 'composer-note' });
@@ -51,11 +60,7 @@ export function mountComposer(root, agent) {
   // Writing
 
   text.value = draft.text;
-  const early = takeEarly();
-  if (early) {
-    text.value ||= early.text;
-    if (early.focused) text.focus();
-  }
+  if (early?.focused) text.focus();
   text.addEventListener('input', changed);
   text.addEventListener('compositionend', () => {
     composedAt = performance.now();
@@ -107,8 +112,9 @@ export function mountComposer(root, agent) {
   }
 
   function keepDraft() {
+    if (left) return;
     const files = tray ? tray.ready() : draft.files;
-    if (draft.text || files.length || draft.replyTo) localStorage.setItem(kept(agent), JSON.stringify({ text: draft.text, files, replyTo: draft.replyTo }));
+    if (draft.text || files.length || draft.replyTo) storeDraft(agent, { ...draft, files });
     else localStorage.removeItem(kept(agent));
   }
 
@@ -124,7 +130,7 @@ export function mountComposer(root, agent) {
     sender.disabled = gone;
     setAttr(text, 'aria-label', t('writeTo', { name }));
     text.placeholder = gone ? '' : t(one?.state === 'active' && !small.matches ? 'writeToActive' : 'writeTo', { name });
-    setAttr(sender, 'aria-disabled', (stops() ? !stopping.has(agent) : !gone && sendable()) ? null : 'true');
+    setAttr(sender, 'aria-disabled', (stops() ? !stopping.has(one) : !gone && sendable()) ? null : 'true');
     setAttr(clock, 'aria-disabled', !gone && sendable() ? null : 'true');
     paintSender(name);
     setText(hint, gone ? t(one.retired ? 'agentRetired' : 'recipientGone', { name }) : over > 0 ? t('tooLong', { n: over }) : tray?.waits ? t('waitsForUploads') : question ? t(asksBack() ? 'hintAskBack' : 'hintApproval', { name, tool: approvalOf(question).tool }) : one?.state === 'active' ? t('hintActive', { name }) : '');
@@ -143,7 +149,7 @@ export function mountComposer(root, agent) {
   const stops = () => state.agents.get(agent)?.state === 'active' && !sendable();
 
   function paintSender(name) {
-    const mode = !stops() ? 'send' : stopping.has(agent) ? 'stopping' : 'stop';
+    const mode = !stops() ? 'send' : stopping.has(state.agents.get(agent)) ? 'stopping' : 'stop';
     setAttr(sender, 'aria-label', mode === 'send' ? t('send') : mode === 'stop' ? t('stopAgent', { name }) : t('stopping'));
     if (sender.dataset.mode === mode) return;
     sender.dataset.mode = mode;
@@ -151,7 +157,7 @@ export function mountComposer(root, agent) {
     fill(sender, h('span', { class: 'send-word' }, t(mode)), icon(mode === 'send' ? 'send' : 'stop'));
   }
 
-  const sendable = () => (text.value.trim() || tray?.any() || draft.files.length) && [...text.value].length <= LONGEST;
+  const sendable = () => agent && (text.value.trim() || tray?.any() || draft.files.length) && [...text.value].length <= LONGEST;
 
   function replyTo(id) {
     draft.replyTo = id;
@@ -174,11 +180,17 @@ export function mountComposer(root, agent) {
     const last = waitingFor(agent).at(-1);
     if (!last?.id) return;
     event.preventDefault();
-    const { payload, inReplyTo } = last;
-    if (await withdraw(agent, last)) {
-      refill({ text: payload.text ?? '', files: payload.attachments ?? [], replyTo: last.option === undefined && !last.asksBack ? inReplyTo : null });
-      text.focus();
-    }
+    if (await withdraw(agent, last)) putBack(agent, last);
+  }
+
+  /** Adds text and files after what is written. */
+  function add(words, files = []) {
+    text.value = [text.value.replace(/\n*$/, ''), words].filter(Boolean).join('\n\n');
+    draft.files = [...draft.files, ...files];
+    if (files.length) loadTray();
+    changed();
+    text.focus();
+    text.setSelectionRange(text.value.length, text.value.length);
   }
 
   // Files
@@ -188,7 +200,9 @@ export function mountComposer(root, agent) {
     tray ??= mountTray(chips, agent, () => {
       keepDraft();
       paint();
-      if (tray?.waits && !tray.busy()) submit(waitingPlan);
+      if (!tray?.waits || tray.busy()) return;
+      tray.waits = false;
+      submit(waitingPlan);
     }, moveTo);
     if (draft.files.length) tray.restore(draft.files);
     draft.files = [];
@@ -202,22 +216,19 @@ export function mountComposer(root, agent) {
 
   /** Moves the draft to an agent whose model accepts its attachments. */
   function moveTo(other) {
-    const before = readDraft(other);
-    const words = [before?.text, draft.text].filter(Boolean).join('\n');
-    localStorage.setItem(kept(other), JSON.stringify({ ...before, text: words }));
+    addToDraft(other, draft.text);
     tray.hand(other);
     handedTo = other;
     localStorage.removeItem(kept(agent));
-    moved = true;
+    left = true;
     go(agentPath(other));
   }
-  let moved = false;
 
   // Sending
 
   /** `plan`: `{at, every, timeZone}` of a message to be delivered later. */
   function submit(plan = null) {
-    if (text.disabled || !sendable()) return;
+    if (left || text.disabled || !sendable()) return;
     if (tray?.busy()) {
       tray.waits = true;
       waitingPlan = plan;
@@ -233,7 +244,7 @@ export function mountComposer(root, agent) {
     Object.assign(draft, { text: '', files: [], replyTo: null });
     changed();
     text.focus();
-    deliver({ agent, text: words, files, replyTo: to, asksBack: Boolean(about), refill, plan });
+    deliver({ agent, text: words, files, replyTo: to, asksBack: Boolean(about), restores: true, plan });
   }
 
   /** Asks when to send what is written. */
@@ -251,19 +262,17 @@ export function mountComposer(root, agent) {
   size();
   paint();
   const ends = [mountStrip(strip, agent), on([`agent:${agent}`, 'agents', 'snapshot', 'questions'], paint), drop];
+  const focus = () => text.focus();
+  shown = { agent, refill, add, focus };
   return {
     replyTo,
     refill,
-    /** Adds text at the end of what is written. */
-    add(words) {
-      text.value = text.value ? `${text.value.replace(/\n*$/, '')}\n\n${words}` : words;
-      changed();
-      text.focus();
-      text.setSelectionRange(text.value.length, text.value.length);
-    },
-    focus: () => text.focus(),
+    add,
+    focus,
     leave() {
-      if (!moved) keepDraft();
+      keepDraft();
+      left = true;
+      shown = null;
       tray?.leave();
       ends.forEach((end) => end());
     },
@@ -273,8 +282,11 @@ export function mountComposer(root, agent) {
 /** The question of an agent whose call waits for the person's approval. */
 const asksApproval = (agent) => openQuestions(agent).find((one) => isOpen(one) && approvalOf(one));
 
-/** Sends the message; shows the questions it answers as closed unless the server refuses it. */
-async function deliver({ agent, text, files, replyTo = null, asksBack = false, refill = null, plan = null, clientId = newId() }) {
+/**
+ * Sends the message; shows the questions it answers as closed unless the server refuses it.
+ * `restores`: a message that was not sent returns to the composer.
+ */
+async function deliver({ agent, text, files, replyTo = null, asksBack = false, restores = false, plan = null, clientId = newId() }) {
   const payload = {};
   if (text.trim()) payload.text = text;
   if (files.length) payload.attachments = files.map(({ artifactRef, filename }) => ({ artifactRef, filename }));
@@ -301,19 +313,18 @@ async function deliver({ agent, text, files, replyTo = null, asksBack = false, r
     }
     confirmLocal(clientId, receipt);
   } catch (error) {
-    notSent(local, { agent, text, files, replyTo: asksBack ? null : replyTo, refill, plan, clientId }, error);
+    notSent(local, { agent, text, files, replyTo: asksBack ? null : replyTo, plan, clientId }, restores, error);
   } finally {
     for (const one of asked) if (state.sending.get(one.id)?.clientId === clientId) state.sending.delete(one.id);
     touch('questions', ...asked.map((one) => `message:${one.id}`));
   }
 }
 
-function notSent(local, again, error) {
-  const back = document.getElementById('composer') && again.refill?.(again);
-  if (back) dropLocal(local.clientId);
+function notSent(local, again, restores, error) {
+  if (restores && restore(again.agent, again)) dropLocal(local.clientId);
   else {
     Object.assign(local, { status: 'failed', unsure: false, again });
-    touch(`thread:${again.agent}`);
+    putLocal(local); // the event of an equal message may have removed it
   }
   const short = again.text.length > 80 ? `${again.text.slice(0, 80)}…` : again.text || again.files.map((one) => one.filename).join(', ');
   const why = error.status ? ` (${reasonOf(error)})` : '';
@@ -328,8 +339,33 @@ export const sendText = (agent, text, files = []) => deliver({ agent, text, file
 
 export const retryLocal = (local) => {
   dropLocal(local.clientId);
-  return deliver({ ...local.again, refill: null });
+  return deliver(local.again);
 };
+
+/** Puts a message into the composer of its agent, or into the stored draft. False if there is newer text. */
+function restore(agent, { text, files, replyTo }) {
+  if (shown?.agent === agent) return shown.refill({ text, files, replyTo });
+  if (readDraft(agent)) return false;
+  storeDraft(agent, { text, files, replyTo });
+  return true;
+}
+
+/** Puts a message that is to be sent again into the composer of its agent, after newer text. */
+export function putBack(agent, message) {
+  const back = { text: textOf(message), files: message.payload?.attachments ?? [], replyTo: message.option === undefined && !message.asksBack ? message.inReplyTo : null };
+  if (!restore(agent, back)) {
+    if (shown?.agent === agent) shown.add(back.text, back.files);
+    else addToDraft(agent, back.text, back.files);
+  }
+  if (shown?.agent === agent) shown.focus();
+}
+
+const storeDraft = (agent, { text, files, replyTo }) => localStorage.setItem(kept(agent), JSON.stringify({ text, files, replyTo }));
+
+function addToDraft(agent, words, more = []) {
+  const { text, files = [], replyTo } = readDraft(agent) ?? {};
+  storeDraft(agent, { text: [text, words].filter(Boolean).join('\n'), files: [...files, ...more], replyTo });
+}
 
 function readDraft(agent) {
   try {

@@ -213,7 +213,7 @@ function mountHeader(root) {
     more.hidden = !one;
     stopper.hidden = one?.state !== 'active';
     stopper.setAttribute('aria-label', one ? t('stopAgent', { name: one.name }) : t('stop'));
-    stopper.setAttribute('aria-disabled', String(stopping.has(one?.id)));
+    stopper.setAttribute('aria-disabled', String(stopping.has(one)));
     tick();
   }
 

@@ -9,10 +9,13 @@ import { everySecond, keep, now, on, PERSON, plainText, state, touch } from '../
 import { tooLate } from '../waiting.js';
 import { busy, toggle, when } from './parts.js';
 
+/** Ids of messages that an edited one replaces: not shown, so that no message is seen twice. */
+const replaced = new Set();
+
 /** In the inspector (`compact`): only those from or to the agent in `query`. */
 export function render(root, { compact, query: asked }) {
   const agent = asked?.get('agent');
-  const isShown = (one) => !agent || one.from === agent || one.to === agent;
+  const isShown = (one) => !replaced.has(one.id) && (!agent || one.from === agent || one.to === agent);
   const list = h('ul', { class: 'items', 'aria-label': t('delayed') });
   const rows = new Map();
   let onlyTimes = flag('onlyTimes');
@@ -80,6 +83,9 @@ async function loadPaused() {
 }
 
 const schedulePath = (id) => `/schedules/${encodeURIComponent(id)}`;
+const messagePath = (id) => `/messages/${encodeURIComponent(id)}`;
+/** Withdraws a delayed message, or ends the recurring message that it belongs to. */
+const remove = (id, scheduleId) => del(scheduleId ? schedulePath(scheduleId) : messagePath(id));
 
 /** Buttons that pause or resume, and end, a recurring message. */
 function recurring(id, text, paused) {
@@ -108,15 +114,27 @@ async function edit(message) {
   const text = String(message.payload?.text ?? '');
   const mine = message.from === PERSON;
   const every = message.every?.replace(/ (UTC|[A-Za-z_]+\/\S+)$/, ''); // without its time zone
-  const clientId = newId();
-  let removed = false; // a second attempt only sends
+  let clientId = newId();
   const save = async (plan) => {
-    const rewritten = plan.text !== text || Boolean(plan.every) !== Boolean(every);
+    const rewritten = mine && (plan.text !== text || Boolean(plan.every) !== Boolean(every)); // sent again, by the person
     if (!rewritten && plan.every !== every && every) return patch(schedulePath(message.scheduleId), { every: plan.every, timeZone: plan.timeZone });
-    if (!rewritten) return patch(`/messages/${encodeURIComponent(message.id)}`, { delayMs: Math.max(0, Date.parse(plan.at ?? message.deliverAt) - now()) });
-    if (!removed) await del(message.scheduleId ? schedulePath(message.scheduleId) : `/messages/${encodeURIComponent(message.id)}`);
-    removed = true;
-    return send({ clientId, to: message.to, payload: { ...message.payload, text: plan.text }, ...planned(plan) });
+    if (!rewritten) return patch(messagePath(message.id), { delayMs: Math.max(0, Date.parse(plan.at ?? message.deliverAt) - now()) });
+    replaced.add(message.id);
+    try {
+      // The old one is removed last, because the server may refuse the new one.
+      const sent = await send({ clientId, to: message.to, payload: { ...message.payload, text: plan.text }, ...planned(plan) });
+      await remove(message.id, message.scheduleId).catch(async (error) => {
+        if (error.code === 'already_taken') {
+          await remove(sent.messageId, sent.scheduleId);
+          clientId = newId();
+        }
+        throw error;
+      });
+    } catch (error) {
+      replaced.delete(message.id);
+      touch('delayed');
+      throw error;
+    }
   };
   await askWhen({ title: t('whenEdit'), text, edits: mine, from: { at: message.deliverAt, every }, save });
 }
@@ -124,7 +142,7 @@ async function edit(message) {
 function row(message) {
   const left = h('span', { class: 'countdown' });
   const at = when(message.deliverAt);
-  const callOff = () => del(`/messages/${encodeURIComponent(message.id)}`).catch((error) => tooLate(error, 'delayedTooLate'));
+  const callOff = () => del(messagePath(message.id)).catch((error) => tooLate(error, 'delayedTooLate'));
   const cancel = button({ class: 'text-btn', text: t(message.every ? 'recurSkip' : 'cancel'), 'aria-label': t(message.every ? 'recurSkipThis' : 'delayedCancelThis', { text: plainText(message) }), onclick: () => busy(cancel, callOff) });
   const change = button({ class: 'text-btn', text: t('edit'), 'data-testid': 'delayed-edit', 'aria-label': t('editThis', { name: plainText(message) || t('noText') }), onclick: () => edit(message) });
   const el = h(

@@ -5,7 +5,7 @@ import { t } from '../i18n.js';
 import { copyText, oops, toast } from '../notices.js';
 import { agentPath } from '../router.js';
 import { PERSON, state, SYSTEM, textOf, thread, threadOf } from '../state.js';
-import { sendText } from '../composer.js';
+import { putBack, sendText } from '../composer.js';
 import { openComposer } from '../thread.js';
 import { withdraw } from '../waiting.js';
 import { openMenu } from './menu.js';
@@ -26,7 +26,6 @@ export function openMessageMenu(anchor, message, el) {
   const agent = threadOf(message);
   const text = textOf(message);
   const mine = message.from === PERSON;
-  const files = message.payload?.attachments ?? [];
   const asked = !mine && message.from !== SYSTEM && askedBy(message, agent);
   const composer = openComposer();
   const again = (one) => sendText(agent, String(one.payload?.text ?? ''), one.payload?.attachments ?? []);
@@ -37,7 +36,7 @@ export function openMessageMenu(anchor, message, el) {
     composer && null,
     composer && text && { label: t('quote'), sign: 'quote', run: () => composer.add(`${text.replace(/^/gm, '> ')}\n\n`) },
     composer && !mine && message.from !== SYSTEM && { label: t('replyTo'), sign: 'reply', run: () => composer.replyTo(message.id) },
-    composer && mine && lastOwn(agent) === message.id && { label: t('editResend'), sign: 'pen', run: () => editAgain(message, agent, text, files) },
+    composer && mine && lastOwn(agent) === message.id && { label: t('editResend'), sign: 'pen', run: () => editAgain(message, agent) },
     mine && { label: t('sendAgain'), sign: 'retry', run: () => again(message) },
     asked && { label: t('tryAgain'), sign: 'retry', run: () => again(asked) },
     message.to === PERSON && null,
@@ -46,12 +45,9 @@ export function openMessageMenu(anchor, message, el) {
 }
 
 /** Puts the text into the composer. What the agent has not taken yet is withdrawn, so that it gets only the new text. */
-async function editAgain(message, agent, text, files) {
+async function editAgain(message, agent) {
   if (message.state === 'pending') await withdraw(agent, message);
-  const composer = openComposer();
-  if (!composer) return;
-  if (!composer.refill({ text, files, replyTo: message.option === undefined && !message.asksBack ? message.inReplyTo : null })) composer.add(text);
-  composer.focus();
+  putBack(agent, message);
   toast({ text: t('editResendHow') });
 }
 

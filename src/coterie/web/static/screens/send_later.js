@@ -41,7 +41,8 @@ function recurrences(date) {
 
 /**
  * Resolves to `{at, every, timeZone, text}`, or null. `text`: what is sent; with `edits` it can be changed.
- * `from`: the present time and recurrence of a scheduled message. `save(plan)` may throw to keep the dialog open.
+ * `from`: the present time and recurrence of a scheduled message; without `edits` a single one stays single, a recurring
+ * one recurring. `save(plan)` may throw to keep the dialog open.
  */
 export function askWhen({ title, text, edits = false, from = { at: null, every: null }, save = null }) {
   return new Promise((resolve) => {
@@ -59,7 +60,7 @@ export function askWhen({ title, text, edits = false, from = { at: null, every: 
 
     const date = () => new Date(input.value);
     const drawRepeat = () => {
-      const known = recurrences(date());
+      const known = recurrences(date()).filter(([value]) => edits || !from.at || Boolean(value) === Boolean(from.every));
       if (from.every && known.some(([value]) => value === from.every) && every === 'custom') every = from.every;
       const kinds = known.map(([value]) => value);
       // The same kind at the new time.
@@ -69,11 +70,12 @@ export function askWhen({ title, text, edits = false, from = { at: null, every: 
         draw();
       });
       select.dataset.testid = 'when-repeat';
-      fill(repeatBox, field(t('repeat'), select));
+      fill(repeatBox, known.length > 1 && field(t('repeat'), select));
       draw();
     };
     const draw = () => {
       customField.hidden = every !== 'custom';
+      custom.required = every === 'custom';
       summary.textContent = Number.isNaN(date().getTime()) ? '' : every ? t('whenRepeats', { time: clockTime(date()) }) : t('whenAt', { time: dayAndTime(date()) });
     };
     const finish = async (when) => {

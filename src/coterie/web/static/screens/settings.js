@@ -40,7 +40,7 @@ async function ask(on) {
 export const start = () => watchers.add(heard);
 
 function heard(kind, { message }) {
-  if (kind !== 'message.created' || message?.to !== PERSON) return;
+  if ((kind !== 'message.created' && kind !== 'delayed.delivered') || message?.to !== PERSON) return;
   if (!document.hidden || !flag('notify') || !allowed()) return;
   // All tabs use the same tag, so that the browser shows one notification.
   const path = agentPath(threadOf(message), message.id);
