@@ -61,6 +61,21 @@ async def test_a_reply_whose_stream_is_cut_ends_as_the_server_has_it(panel: Pane
     await expect(ui.message(page, reply.id).locator(".md")).to_have_text(words)
 
 
+async def test_a_reply_written_again_after_a_restart_is_not_shown_as_cut_short(panel: Panel) -> None:
+    page = await panel.open()
+    await eventually(lambda: _is_live(panel))
+    draft = page.locator(ui.DRAFT)
+    panel.society.live.append("ada", "ada/1/1", "Once upon")
+    await expect(draft).to_contain_text("Once upon")
+    panel.society.live.finish("ada/1/1", "failed")
+    await expect(draft.get_by_test_id("stopped")).to_be_visible()
+    panel.society.live.append("ada", "ada/1/1", "A long time ago")  # a resumed turn uses the same id
+    await expect(draft).to_contain_text("A long time ago")
+    await expect(draft).not_to_contain_text("Once upon")
+    await expect(draft.get_by_text("Replying")).to_be_visible()
+    await expect(draft.get_by_test_id("stopped")).to_have_count(0)
+
+
 @pytest.mark.check(21)
 async def test_streamed_text_is_always_a_prefix_of_the_reply(panel: Panel) -> None:
     page = await panel.open()

@@ -31,6 +31,7 @@ const TOLD = {
   'draft.delta': drafted,
   'draft.snapshot': drafted,
   'draft.ended': draftEnded,
+  'draft.list': draftsListed,
 };
 
 const known = (agent) => state.threads.get(agent)?.loaded;
@@ -221,7 +222,7 @@ function tasked(task) {
 
 function drafted(data) {
   let draft = state.drafts.get(data.draftId);
-  if (!draft) {
+  if (!draft || draft.stopped) { // a turn that is resumed writes a stopped reply again, with the same id
     dropUnfinished(data.agent);
     draft = { id: data.draftId, agent: data.agent, text: '', points: 0, at: now() };
     state.drafts.set(draft.id, draft);
@@ -256,6 +257,11 @@ function draftEnded({ draftId, outcome, messages = [] }) {
   } else if (!messages.length || messages.every((id) => state.messages.has(id))) endDraft(draftId);
   else draft.ended = true; // stays until its message arrives
   touch(`drafts:${draft.agent}`);
+}
+
+/** After a reconnect: the ends of all other replies were missed. */
+function draftsListed({ draftIds }) {
+  for (const { id, agent, stopped } of [...state.drafts.values()]) if (!stopped && !draftIds.includes(id)) apply('draft.ended', { draftId: id, agent, outcome: 'stored' });
 }
 
 function endDraft(draftId) {

@@ -123,7 +123,7 @@ function parsed(text) {
 
 function asked({ ask, draft }) {
   if (ask !== 'drafts') return;
-  const wanted = [...state.drafts.values()].filter((one) => !one.stopped && (draft ?? one.id) === one.id);
+  const wanted = [...state.drafts.values()].filter((one) => !one.stopped && !one.ended && (draft ?? one.id) === one.id);
   const events = wanted.map(({ id, agent, text }) => ({ kind: 'draft.snapshot', id: '', data: { draftId: id, agent, text } }));
   channel.postMessage({ events, connection: state.connection });
 }
