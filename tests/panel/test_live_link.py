@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Page, Route, expect
 
 from coterie.testing import Says
 from tests.panel import ui
@@ -132,6 +132,47 @@ async def test_a_stop_of_the_server_is_shown(panel: Panel) -> None:
     panel.allow("Failed to load resource|ERR_|net::")
     await panel.app.state.hub.shut_down(2)
     await expect(page.get_by_text("2 scheduled messages were delivered early")).to_be_visible()
+
+
+async def test_events_that_arrive_while_a_snapshot_is_read_are_kept(panel: Panel) -> None:
+    await panel.send_as_agent("Before the snapshot", by="bob")
+    page = await panel.open()
+    await eventually(lambda: _is_live(panel))
+    is_read, may_arrive = asyncio.Event(), asyncio.Event()
+
+    async def answer_late(route: Route) -> None:
+        answer = await route.fetch()
+        is_read.set()
+        await may_arrive.wait()
+        await route.fulfill(response=answer)
+
+    await page.route("**/api/v1/snapshot", answer_late)
+    await page.evaluate(
+        """async () => { window.received = new Set(); window.other = new BroadcastChannel('panel-stream');
+            other.onmessage = ({ data }) => data.events?.forEach(event => received.add(event.data.id));
+            const { resync } = await import('/static/state.js'); resync(); }"""
+    )
+    await is_read.wait()
+    message_id = await panel.send_as_agent("After the snapshot", by="bob")
+    await page.wait_for_function("id => received.has(id)", arg=message_id)
+    may_arrive.set()
+    await expect(ui.row(page, "bob").get_by_test_id("unread")).to_have_text("2")
+    await expect(ui.row(page, "bob")).to_contain_text("After the snapshot")
+
+
+async def test_a_sent_message_that_a_snapshot_has_first_is_shown_once(panel: Panel) -> None:
+    page = await panel.open()
+    await eventually(lambda: _is_live(panel))
+    panel.allow("Failed to load resource|ERR_|net::")
+    panel.server.script("Fine.")
+    await page.route("**/api/v1/events?*", lambda route: route.abort())
+    panel.drop_streams()
+    async with page.expect_response("**/api/v1/messages"):
+        await ui.send(page, "Only once")
+    await panel.stage.heard()
+    await page.evaluate("() => import('/static/state.js').then(({ resync }) => resync())")
+    await expect(ui.messages(page).filter(has_text="Fine.")).to_be_visible()
+    await expect(page.locator(f"{ui.FEED} article").filter(has_text="Only once")).to_have_count(1)
 
 
 async def _wait_for_message(tab: Page, message_id: str) -> None:

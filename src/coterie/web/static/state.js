@@ -349,6 +349,11 @@ export function resync() {
   return fetching;
 }
 
+/** Waits for a running snapshot. Events wait too: an older snapshot would undo them. */
+export async function snapshotRead() {
+  while (fetching) await fetching.catch(() => {});
+}
+
 async function readSnapshot() {
   const seen = await get('/snapshot');
   Object.assign(state, { epoch: seen.epoch, seq: seen.seq, allPaused: seen.paused, skew: Date.parse(seen.serverTime) - Date.now() });
@@ -367,6 +372,7 @@ async function readSnapshot() {
   touch('agents', 'delayed', 'questions', 'unread', 'threads', 'tasks', 'society', 'snapshot');
   for (const id of [...state.agents.keys(), ...again]) touch(`agent:${id}`, `queue:${id}`);
   await Promise.all(again.map((id) => loadThread(id, 200).catch(() => {})));
+  for (const [clientId, { messageId }] of state.locals) if (state.messages.has(messageId)) dropLocal(clientId); // no event will
   again.forEach(loadPlans);
   if (seen.agentCount > seen.agents.length) readAgents().catch(() => {});
 }

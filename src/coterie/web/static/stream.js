@@ -4,7 +4,7 @@
 // locks (plain http from another machine), each tab reads its own stream.
 
 import { apply, asks, dropDrafts } from './events.js';
-import { resync, state, touch } from './state.js';
+import { resync, snapshotRead, state, touch } from './state.js';
 
 const NAME = 'panel-stream';
 const DEAD_MS = 35_000;
@@ -155,6 +155,7 @@ function take(event) {
 }
 
 async function inOrder({ kind, id, data }) {
+  await snapshotRead();
   if (kind === 'hello') {
     if (data.epoch !== state.epoch || data.seq > state.seq) await fromSnapshot();
     return;
