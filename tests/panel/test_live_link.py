@@ -112,6 +112,76 @@ async def test_eight_tabs_share_one_stream(panel: Panel) -> None:
     assert panel.streams <= 2
 
 
+async def test_tabs_leave_reconnecting_to_one_of_them(panel: Panel) -> None:
+    leader, follower = await _leader_and_follower(panel)
+    panel.allow("Failed to load resource|ERR_|net::")
+    attempts = {leader: 0, follower: 0}
+
+    async def refuse(route: Route) -> None:
+        attempts[route.request.frame.page] += 1
+        await route.abort("connectionrefused")
+
+    await leader.context.route("**/api/v1/events?*", refuse)
+    panel.drop_streams()
+    for _ in range(3):
+        # The page tells the other tab about each attempt before it begins the next one.
+        wanted = attempts[leader] + 2
+
+        async def has_tried(wanted: int = wanted) -> bool:
+            return attempts[leader] >= wanted
+
+        await eventually(has_tried)
+        await follower.clock.fast_forward(20_000)
+    assert attempts[follower] == 0
+    await expect(follower.locator(ui.CONNECTION)).to_have_text("Reconnecting…")
+
+
+async def test_a_tab_that_took_over_opens_no_second_stream_when_the_first_tab_closes(panel: Panel) -> None:
+    leader, follower = await _leader_and_follower(panel)
+    opened: list[str] = []
+    follower.on("request", lambda request: opened.append(request.url) if "/v1/events?" in request.url else None)
+    await follower.clock.fast_forward(60_000)
+    await eventually(lambda: _are_live(panel, 2))
+    await leader.close()
+    await follower.wait_for_function(
+        "() => navigator.locks.query().then(({ held, pending }) => held.length === 1 && pending.length === 0)"
+    )
+    await _wait_for_message(follower, await panel.send_as_agent("To the only tab"))
+    assert len(opened) == 1
+
+
+async def test_a_new_tab_gets_what_happened_while_it_was_loading(panel: Panel) -> None:
+    context = await panel.browser()
+    leader = await panel.open("#/a/bob", context=context)
+    await eventually(lambda: _is_live(panel))
+    may_load = asyncio.Event()
+
+    async def load_late(route: Route) -> None:
+        await may_load.wait()
+        await route.continue_()
+
+    page = await context.new_page()
+    await page.route("**/static/stream.js", load_late)
+    await page.goto(f"{panel.url}/#/a/ada")
+    await page.wait_for_function("() => import('/static/state.js').then(({ state }) => state.threads.get('ada')?.loaded)")
+    message_id = await panel.send_as_agent("Meanwhile")
+    await _wait_for_message(leader, message_id)
+    may_load.set()
+    await expect(ui.message(page, message_id)).to_be_visible()
+
+
+async def _leader_and_follower(panel: Panel) -> tuple[Page, Page]:
+    """Two tabs: the first one reads the stream; the second one has a clock that the test can advance."""
+    context = await panel.browser()
+    leader = await panel.open(context=context)
+    await eventually(lambda: _is_live(panel))
+    follower = await context.new_page()
+    await follower.clock.install()
+    await follower.goto(f"{panel.url}/#/a/ada")
+    await follower.wait_for_selector("[data-ready]")
+    return leader, follower
+
+
 async def test_a_lost_and_a_restored_connection_are_shown(panel: Panel) -> None:
     page = await panel.open()
     await eventually(lambda: _is_live(panel))
@@ -183,3 +253,7 @@ async def _wait_for_message(tab: Page, message_id: str) -> None:
 
 async def _is_live(panel: Panel) -> bool:
     return panel.streams >= 1
+
+
+async def _are_live(panel: Panel, count: int) -> bool:
+    return panel.streams == count
