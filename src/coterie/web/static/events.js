@@ -1,6 +1,6 @@
 // Applies the server's events to the state.
 
-import { dropLocal, join, keep, loadPlans, now, openQuestions, part, PERSON, queue, setOpen, state, thread, threadOf, touch, watchers } from './state.js';
+import { dropLocal, early, join, keep, loadPlans, now, openQuestions, part, PERSON, queue, setOpen, state, thread, threadOf, touch, watchers, withNews } from './state.js';
 
 const TOLD = {
   'message.created': created,
@@ -125,9 +125,8 @@ function queued({ agent, items, taken, takenAt, withdrawnCalls }) {
 function upserted(data) {
   if (data.gone) return removed(data);
   const before = state.agents.get(data.id);
-  const after = { ...before, ...data };
-  delete after.prev;
-  if (data.state) for (const key of ['phase', 'tool', 'step', 'why', 'problem']) if (!(key in data)) delete after[key];
+  if (!before && !('name' in data)) return early.set(data.id, data);
+  const after = withNews(before, data);
   state.agents.set(data.id, after);
   touch(`agent:${data.id}`);
   if (!before || ['parent', 'name', 'retired', 'colour', 'initials', 'role'].some((key) => before[key] !== after[key])) touch('agents');

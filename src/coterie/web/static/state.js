@@ -358,6 +358,7 @@ async function readSnapshot() {
   const seen = await get('/snapshot');
   Object.assign(state, { epoch: seen.epoch, seq: seen.seq, allPaused: seen.paused, skew: Date.parse(seen.serverTime) - Date.now() });
   state.agents = new Map(seen.agents.map((one) => [one.id, one]));
+  early.clear();
   for (const each of seen.threads) {
     Object.assign(thread(each.agent), { last: keep(each.last), unread: each.unread, firstUnread: each.firstUnread });
   }
@@ -381,10 +382,24 @@ async function readSnapshot() {
 async function readAgents() {
   for (let after; after !== null; ) {
     const page = await query('/agents', { after, limit: 200 });
-    for (const one of page.items) if (!state.agents.has(one.id)) state.agents.set(one.id, one);
+    for (const one of page.items) {
+      if (state.agents.has(one.id)) continue;
+      state.agents.set(one.id, withNews(one, early.get(one.id)));
+      touch('agents', `agent:${one.id}`);
+    }
     after = page.next;
   }
-  touch('agents');
+}
+
+/** Statuses of agents that are not loaded yet. */
+export const early = new Map();
+
+/** An agent after an event. A new state ends what is known about the old one. */
+export function withNews(agent, news) {
+  const after = { ...agent, ...news };
+  delete after.prev;
+  if (news?.state) for (const key of ['phase', 'tool', 'step', 'why', 'problem']) if (!(key in news)) delete after[key];
+  return after;
 }
 
 export const queue = (agent) => {

@@ -31,7 +31,6 @@ function home() {
 export function render(root, { args, query }) {
   const id = args[0] ?? home();
   state.home = id;
-  if (id && state.booted && !state.agents.has(id) && !state.threads.has(id)) return missing(root, id);
   if (!id) return waitForAgents(root);
   return conversation(root, id, query.get('m'));
 }
@@ -70,6 +69,7 @@ const bones = () => h('div', { class: 'skeleton screen-fill', 'aria-hidden': 'tr
 
 function missing(root, id) {
   fill(root, empty(t('noSuchAgent', { name: id }), h('a', { href: '#/org' }, t('org'))));
+  dock().hidden = true;
 }
 
 const touched = matchMedia('(pointer: coarse)');
@@ -324,7 +324,6 @@ function conversation(root, id, wanted) {
     fill(blank, bones()).hidden = false;
     const once = on('snapshot', () => {
       once();
-      if (!state.agents.has(id) && current?.feed === feed) return missing(root, id);
       open();
     });
     ends.push(once);
