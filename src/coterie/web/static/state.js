@@ -235,8 +235,8 @@ export function part(message) {
   touch(`thread:${id}`);
 }
 
-/** Merges a page of a conversation; messages that arrived meanwhile follow it. */
-function joinPage(one, items, where) {
+/** Merges a page of a conversation. Messages that are not in `had`, the ids before the request, arrived meanwhile and follow it. */
+function joinPage(one, items, where, had = new Set()) {
   const ids = items.map((item) => keep(item).id);
   const fresh = new Set(ids);
   const rest = one.ids.filter((id) => !fresh.has(id));
@@ -246,7 +246,7 @@ function joinPage(one, items, where) {
     const linked = rest.length === 0 || ids.some((id) => one.ids.includes(id));
     const before = linked ? rest.filter((id) => (state.messages.get(id)?.deliveredAt ?? '') <= first) : [];
     const last = items.at(-1)?.deliveredAt ?? '';
-    const after = rest.filter((id) => (state.messages.get(id)?.deliveredAt ?? '') > last);
+    const after = rest.filter((id) => !had.has(id) && (state.messages.get(id)?.deliveredAt ?? '') > last);
     one.ids = [...before, ...ids, ...after];
     return before.length > 0;
   }
@@ -255,8 +255,9 @@ function joinPage(one, items, where) {
 
 export async function loadThread(agent, limit = 50) {
   const one = thread(agent);
+  const had = new Set(one.ids);
   const page = await query(`/threads/${encodeURIComponent(agent)}/messages`, { limit });
-  const linked = joinPage(one, page.items, 'latest');
+  const linked = joinPage(one, page.items, 'latest', had);
   if (!one.loaded || !linked) one.older = page.next;
   one.loaded = true;
   page.items.forEach(setOpen);
@@ -265,8 +266,10 @@ export async function loadThread(agent, limit = 50) {
 
 export async function loadOlder(agent) {
   const one = thread(agent);
-  if (!one.older) return;
-  const page = await query(`/threads/${encodeURIComponent(agent)}/messages`, { before: one.older, limit: 200 });
+  const before = one.older;
+  if (!before) return;
+  const page = await query(`/threads/${encodeURIComponent(agent)}/messages`, { before, limit: 200 });
+  if (one.older !== before) return; // a snapshot has replaced the messages after this page
   joinPage(one, page.items, 'older');
   one.older = page.next;
   touch(`thread:${agent}`);
@@ -359,6 +362,7 @@ async function readSnapshot() {
   Object.assign(state, { epoch: seen.epoch, seq: seen.seq, allPaused: seen.paused, skew: Date.parse(seen.serverTime) - Date.now() });
   state.agents = new Map(seen.agents.map((one) => [one.id, one]));
   early.clear();
+  if (seen.threads.length >= seen.threadCount) for (const one of state.threads.values()) Object.assign(one, { last: null, unread: 0, firstUnread: null });
   for (const each of seen.threads) {
     Object.assign(thread(each.agent), { last: keep(each.last), unread: each.unread, firstUnread: each.firstUnread });
   }
