@@ -13,7 +13,7 @@ from playwright.async_api import Route, expect
 
 from tests.agent.held_answer import HeldAnswer
 from tests.panel import ui
-from tests.panel.harness import PHONE, Panel
+from tests.panel.harness import PHONE, Panel, eventually_in
 from tests.panel.words import Words
 
 TITLE = '[data-testid="title"]'
@@ -201,8 +201,9 @@ async def test_a_status_that_arrives_before_its_agent_is_loaded_is_kept(panel: P
     page = await panel.open(context=context)
     await is_read.wait()
     await panel.stage.say("Go on", to="zed")
-    await page.wait_for_function(
-        "() => import('/static/state.js').then(({ state }) => [...state.drafts.values()].some(one => one.agent === 'zed'))"
+    await eventually_in(
+        page,
+        "async () => [...(await import('/static/state.js')).state.drafts.values()].some(one => one.agent === 'zed')",
     )
     may_arrive.set()
     await expect(ui.row(page, "zed").locator(".row-name")).to_have_text("Zed")

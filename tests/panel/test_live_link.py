@@ -10,7 +10,7 @@ from playwright.async_api import Page, Route, expect
 
 from coterie.testing import Says
 from tests.panel import ui
-from tests.panel.harness import Panel, eventually
+from tests.panel.harness import Panel, eventually, eventually_in
 
 
 @pytest.mark.check(20)
@@ -143,8 +143,10 @@ async def test_a_tab_that_took_over_opens_no_second_stream_when_the_first_tab_cl
     await follower.clock.fast_forward(60_000)
     await eventually(lambda: _are_live(panel, 2))
     await leader.close()
-    await follower.wait_for_function(
-        "() => navigator.locks.query().then(({ held, pending }) => held.length === 1 && pending.length === 0)"
+    await eventually_in(
+        follower,
+        """async () => { const { held, pending } = await navigator.locks.query();
+            return held.length === 1 && pending.length === 0; }""",
     )
     await _wait_for_message(follower, await panel.send_as_agent("To the only tab"))
     assert len(opened) == 1
@@ -163,7 +165,7 @@ async def test_a_new_tab_gets_what_happened_while_it_was_loading(panel: Panel) -
     page = await context.new_page()
     await page.route("**/static/stream.js", load_late)
     await page.goto(f"{panel.url}/#/a/ada")
-    await page.wait_for_function("() => import('/static/state.js').then(({ state }) => state.threads.get('ada')?.loaded)")
+    await eventually_in(page, "async () => (await import('/static/state.js')).state.threads.get('ada')?.loaded")
     message_id = await panel.send_as_agent("Meanwhile")
     await _wait_for_message(leader, message_id)
     may_load.set()
@@ -246,9 +248,7 @@ async def test_a_sent_message_that_a_snapshot_has_first_is_shown_once(panel: Pan
 
 
 async def _wait_for_message(tab: Page, message_id: str) -> None:
-    await tab.wait_for_function(
-        "id => import('/static/state.js').then(({ state }) => state.messages.has(id))", arg=message_id, polling=20
-    )
+    await eventually_in(tab, "async id => (await import('/static/state.js')).state.messages.has(id)", message_id)
 
 
 async def _is_live(panel: Panel) -> bool:
