@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from playwright.async_api import Page
+from playwright.async_api import Page, expect
 
-from tests.panel.harness import Panel
+from tests.panel import ui
+from tests.panel.harness import Panel, eventually_in
 
 MANY = 300
 
@@ -98,3 +99,16 @@ async def test_a_jump_renders_only_the_visible_messages(panel: Panel) -> None:
 
     assert 0 < seen <= built <= seen + 4
     assert soon >= seen + 20, "what is near is built when there is time"
+
+
+async def test_older_messages_are_not_counted_as_new(panel: Panel) -> None:
+    for n in range(120):
+        await panel.send_as_agent(f"Message {n}: " + "some words " * 40)
+    page = await panel.open()
+    await expect(ui.messages(page).last).to_contain_text("Message 119")
+    await page.locator(".thread").hover()
+    await page.mouse.wheel(0, -20_000)
+    await eventually_in(page, "async () => !(await import('/static/state.js')).state.threads.get('ada').older")
+    await expect(page.get_by_test_id("jump")).to_have_text("")
+    await panel.send_as_agent("One more")
+    await expect(page.get_by_test_id("jump")).to_have_text("1 new message")

@@ -462,3 +462,27 @@ async def _lose_stream(panel: Panel, page: Page) -> None:
 
 async def _read_snapshot(page: Page) -> None:
     await page.evaluate("async () => { await (await import('/static/state.js')).resync(); }")
+
+
+async def test_the_notice_of_an_undelivered_message_is_read_in_the_inbox_and_leads_to_it(panel: Panel) -> None:
+    page = await panel.open()
+    await panel.society.pause("bob")
+    await panel.society.send(to="bob", text="Keep me")
+    await panel.society.terminate_agent("bob")
+    await expect(page).to_have_title(re.compile(r"^\(1\)"))
+    await page.get_by_test_id("link-inbox").click()
+    notice = page.locator(".screen .items .item-link", has_text="Not delivered")
+    await expect(notice).to_be_visible()
+    await expect(page).not_to_have_title(re.compile(r"^\("))
+    await notice.click()
+    await expect(page.locator(".screen .item")).to_contain_text("Keep me")
+
+
+async def test_a_message_that_a_page_has_before_its_event_counts_as_unread(panel: Panel) -> None:
+    page = await panel.open()
+    await _lose_stream(panel, page)
+    await panel.send_as_agent("Meanwhile", by="bob")
+    await page.get_by_test_id("link-inbox").click()
+    await expect(page.locator(".screen .items")).to_contain_text("Meanwhile")
+    await page.unroute("**/api/v1/events?*")
+    await expect(ui.row(page, "bob").get_by_test_id("unread")).to_have_text("1")

@@ -45,7 +45,6 @@ export function apply(kind, data) {
 
 function created(data) {
   if (data.gone) return;
-  const isNew = !state.messages.has(data.id);
   const message = keep(data.message);
   settle(message);
   if (data.draftId) endDraft(data.draftId);
@@ -56,7 +55,7 @@ function created(data) {
     queue(message.to).push(message.id);
     touch(`queue:${message.to}`);
   }
-  if (isNew && message.to === PERSON && message.state === 'pending') {
+  if (message.to === PERSON && message.state === 'pending') {
     const one = thread(threadOf(message));
     one.unread += 1;
     one.firstUnread ??= message.id;
@@ -162,7 +161,7 @@ function delayed(data) {
   if (message.state === 'delayed') state.delayed.set(message.id, message);
   else {
     state.delayed.delete(message.id);
-    if (message.state === 'pending' || message.state === 'taken') created({ ...data, id: `delivered ${data.id}` });
+    if (message.state === 'pending' || message.state === 'taken') created(data);
   }
   touch('delayed', `message:${message.id}`);
 }

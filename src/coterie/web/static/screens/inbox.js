@@ -1,12 +1,12 @@
 // Messages to the person: open questions first, then all, newest first.
 
-import { query } from '../api.js';
+import { post, query } from '../api.js';
 import { button, empty, fill, h } from '../dom.js';
 import { t } from '../i18n.js';
 import { approvalFacts, budgetFacts, draftView, fileList, who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
 import { agentPath } from '../router.js';
-import { PERSON, approvalOf, budgetOf, plainText, keep, on, openQuestions, state, textOf, threadOf } from '../state.js';
+import { PERSON, SYSTEM, approvalOf, budgetOf, plainText, keep, on, openQuestions, state, textOf, threadOf } from '../state.js';
 import { failed, section, when } from './parts.js';
 
 const TAIL = 280; // characters shown of a reply in progress; below: how often it is repainted
@@ -67,7 +67,17 @@ export function render(root, { query: asked }) {
     const all = [...ids].map((id) => state.messages.get(id)).filter((one) => one && one.state !== 'withdrawn');
     all.sort((a, b) => (a.deliveredAt < b.deliveredAt ? 1 : a.deliveredAt > b.deliveredAt ? -1 : 0));
     fill(list, all.map(line));
+    readNotices(all.find((one) => threadOf(one) === SYSTEM)?.id);
     fill(foot, next ? button({ class: 'plain-btn', text: t('older'), onclick: () => load(next) }) : all.length ? null : empty(t('inboxNone')));
+  };
+  let readUpto;
+  /** Marks notices as read that are in no conversation. */
+  const readNotices = (upto) => {
+    if (onlyQuestions || !upto || upto === readUpto || document.hidden || state.messages.get(upto).state !== 'pending') return;
+    readUpto = upto;
+    post('/read', { thread: SYSTEM, upto }).catch(() => {
+      readUpto = null;
+    });
   };
   /** Loads a page; the first one, without `before`, replaces all. */
   const load = async (before = null) => {
