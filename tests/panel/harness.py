@@ -193,6 +193,15 @@ async def eventually(holds: Any) -> None:
         await asyncio.sleep(0.02)
 
 
+async def eventually_in(page: Page, script: str, arg: Any = None) -> None:
+    """Wait until an async function returns true in the page; `wait_for_function` takes its promise for true."""
+
+    async def holds() -> bool:
+        return bool(await page.evaluate(script, arg))
+
+    await eventually(holds)
+
+
 async def without_model(panel: Panel) -> None:
     """Remove all model services, so that the tour answers."""
     (panel.stage.folder / "llmservices.json").write_text('{"services": []}')

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import Route, expect
 
+from tests.agent.held_answer import HeldAnswer
 from tests.panel import ui
-from tests.panel.harness import PHONE, Panel
+from tests.panel.harness import PHONE, Panel, eventually_in
 from tests.panel.words import Words
 
 TITLE = '[data-testid="title"]'
@@ -167,3 +170,49 @@ async def test_the_form_fits_a_phone(panel: Panel) -> None:
         await expect(page.locator(".screen > *").first).to_be_visible()
         assert await ui.sideways(page) == [], place
         await page.close()
+
+
+async def test_an_agent_beyond_the_first_page_opens_from_its_address(panel: Panel) -> None:
+    await _create_many(panel)
+    page = await panel.open("#/a/zed")
+    await expect(page.get_by_test_id("empty-thread")).to_contain_text("Zed")
+    await expect(page.locator(ui.COMPOSER)).to_be_editable()
+    panel.allow("404")
+    await page.goto(f"{panel.url}/#/a/nobody")
+    await expect(page.get_by_text("There is no agent “nobody”")).to_be_visible()
+    await expect(page.locator(ui.COMPOSER)).to_be_hidden()
+
+
+async def test_a_status_that_arrives_before_its_agent_is_loaded_is_kept(panel: Panel) -> None:
+    await _create_many(panel)
+    answer = HeldAnswer()
+    panel.server.script(answer)
+    is_read, may_arrive = asyncio.Event(), asyncio.Event()
+
+    async def answer_late(route: Route) -> None:
+        page = await route.fetch()
+        if "after=" in route.request.url:
+            is_read.set()
+            await may_arrive.wait()
+        await route.fulfill(response=page)
+
+    context = await panel.browser()
+    await context.route("**/api/v1/agents?*", answer_late)
+    page = await panel.open(context=context)
+    await is_read.wait()
+    await panel.stage.say("Go on", to="zed")
+    await eventually_in(
+        page,
+        "async () => [...(await import('/static/state.js')).state.drafts.values()].some(one => one.agent === 'zed')",
+    )
+    may_arrive.set()
+    await expect(ui.row(page, "zed").locator(".row-name")).to_have_text("Zed")
+    await expect(ui.row(page, "zed")).to_have_class(re.compile("is-active"))
+    answer.may_end.set()
+
+
+async def _create_many(panel: Panel) -> None:
+    """More agents than a snapshot has; Zed is the last of them."""
+    for n in range(200):
+        await panel.society.create_agent(id=f"n{n:03}", name=f"N {n}")
+    await panel.society.create_agent(id="zed", name="Zed")

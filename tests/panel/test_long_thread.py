@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from playwright.async_api import Page
+import asyncio
 
-from tests.panel.harness import Panel
+from playwright.async_api import Page, Route, expect
+
+from tests.panel import ui
+from tests.panel.harness import Panel, eventually_in
 
 MANY = 300
 
@@ -98,3 +101,44 @@ async def test_a_jump_renders_only_the_visible_messages(panel: Panel) -> None:
 
     assert 0 < seen <= built <= seen + 4
     assert soon >= seen + 20, "what is near is built when there is time"
+
+
+async def test_older_messages_are_not_counted_as_new(panel: Panel) -> None:
+    for n in range(120):
+        await panel.send_as_agent(f"Message {n}: " + "some words " * 40)
+    page = await panel.open()
+    await expect(ui.messages(page).last).to_contain_text("Message 119")
+    await page.locator(".thread").hover()
+    await page.mouse.wheel(0, -20_000)
+    await eventually_in(page, "async () => !(await import('/static/state.js')).state.threads.get('ada').older")
+    await expect(page.get_by_test_id("jump")).to_have_text("")
+    await panel.send_as_agent("One more")
+    await expect(page.get_by_test_id("jump")).to_have_text("1 new message")
+
+
+async def test_older_messages_that_arrive_after_a_new_snapshot_leave_no_gap(panel: Panel) -> None:
+    sent = [await panel.send_as_agent(f"Message {n}") for n in range(60)]
+    is_read, may_arrive = asyncio.Event(), asyncio.Event()
+
+    async def answer_late(route: Route) -> None:
+        answer = await route.fetch()
+        is_read.set()
+        await may_arrive.wait()
+        await route.fulfill(response=answer)
+
+    context = await panel.browser()
+    await context.route("**/threads/ada/messages?before=*", answer_late)
+    page = await panel.open(context=context)
+    panel.allow("Failed to load resource|ERR_|net::")
+    await page.evaluate("async () => { window.older = (await import('/static/state.js')).loadOlder('ada'); }")
+    await is_read.wait()
+    await page.route("**/api/v1/events?*", lambda route: route.abort())
+    panel.drop_streams()
+    sent += [await panel.send_as_agent(f"Message {n}") for n in range(60, 280)]  # more than a snapshot loads
+    await page.evaluate("async () => { await (await import('/static/state.js')).resync(); }")
+    may_arrive.set()
+    held = await page.evaluate(
+        """async () => { const { loadAround, state } = await import('/static/state.js');
+            await window.older; await loadAround('ada', 'all of it'); return state.threads.get('ada').ids; }"""
+    )
+    assert held == sent

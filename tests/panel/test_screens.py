@@ -7,6 +7,7 @@ import re
 from playwright.async_api import Page, expect
 
 from coterie.testing import Calls, ModelServer, Says, Status
+from tests.agent.stage import Bell
 from tests.panel import ui
 from tests.panel.harness import PHONE, Panel, eventually, options_of
 from tests.panel.test_conversation import PNG
@@ -399,3 +400,92 @@ async def test_a_recurring_message_is_shown_with_its_recurrence_and_can_be_pause
     await item.get_by_test_id("schedule-end").click()
     await expect(item).to_have_count(0)
     assert await panel.society.store.schedules() == []
+
+
+async def test_the_inbox_and_the_timeline_have_what_happened_before_a_new_snapshot(panel: Panel) -> None:
+    for screen in ("inbox", "timeline"):
+        page = await panel.open(f"#/{screen}")
+        await _lose_stream(panel, page)
+        for text in ("First", "Second", "Third"):
+            await panel.send_as_agent(f"{text} for the {screen}", by="bob")
+        await _read_snapshot(page)
+        for text in ("First", "Second", "Third"):
+            await expect(page.locator(".items").get_by_text(f"{text} for the {screen}")).to_be_visible()
+        await page.context.close()
+
+
+async def test_a_task_that_ended_before_a_new_snapshot_is_listed_as_ended(panel: Panel) -> None:
+    Bell.may_end.clear()
+    panel.server.script(Says(calls=(Calls("ring", {"name": "bell"}),)), "Done")
+    task = await panel.stage.say("Ring it")
+    page = await panel.open("#/tasks")
+    await expect(page.get_by_role("heading", name="Working (1)")).to_be_visible()
+    await _lose_stream(panel, page)
+    Bell.may_end.set()
+    await panel.stage.ended(task)
+    await _read_snapshot(page)
+    await expect(page.get_by_role("heading", name="Finished (1)")).to_be_visible()
+    await expect(page.get_by_role("heading", name="Working (1)")).to_have_count(0)
+
+
+async def test_the_timeline_follows_a_tool_call_to_its_end(panel: Panel) -> None:
+    Bell.may_end.clear()
+    panel.server.script(Says(calls=(Calls("ring", {"name": "bell"}),)), "Done")
+    page = await panel.open("#/timeline")
+    await panel.stage.say("Ring it")
+    await expect(page.locator(".run-state")).to_have_text("running")
+    Bell.may_end.set()
+    await expect(page.locator(".run-state")).to_have_text("ok")
+
+
+async def test_a_conversation_cleared_before_a_new_snapshot_is_empty_and_has_no_unread_messages(panel: Panel) -> None:
+    for agent in ("ada", "bob"):
+        await panel.send_as_agent(f"From {agent}", by=agent)
+    page = await panel.open()
+    await expect(ui.messages(page)).to_have_count(1)
+    await expect(ui.row(page, "bob").get_by_test_id("unread")).to_have_text("1")
+    await _lose_stream(panel, page)
+    for agent in ("ada", "bob"):
+        await panel.society.store.clear_thread(agent)
+    await _read_snapshot(page)
+    await expect(page.get_by_test_id("empty-thread")).to_be_visible()
+    await expect(ui.messages(page)).to_have_count(0)
+    await expect(ui.row(page, "bob").get_by_test_id("unread")).to_have_count(0)
+
+
+async def _lose_stream(panel: Panel, page: Page) -> None:
+    async def is_live() -> bool:
+        return panel.streams >= 1
+
+    await eventually(is_live)
+    panel.allow("Failed to load resource|ERR_|net::")
+    await page.route("**/api/v1/events?*", lambda route: route.abort())
+    panel.drop_streams()
+
+
+async def _read_snapshot(page: Page) -> None:
+    await page.evaluate("async () => { await (await import('/static/state.js')).resync(); }")
+
+
+async def test_the_notice_of_an_undelivered_message_is_read_in_the_inbox_and_leads_to_it(panel: Panel) -> None:
+    page = await panel.open()
+    await panel.society.pause("bob")
+    await panel.society.send(to="bob", text="Keep me")
+    await panel.society.terminate_agent("bob")
+    await expect(page).to_have_title(re.compile(r"^\(1\)"))
+    await page.get_by_test_id("link-inbox").click()
+    notice = page.locator(".screen .items .item-link", has_text="Not delivered")
+    await expect(notice).to_be_visible()
+    await expect(page).not_to_have_title(re.compile(r"^\("))
+    await notice.click()
+    await expect(page.locator(".screen .item")).to_contain_text("Keep me")
+
+
+async def test_a_message_that_a_page_has_before_its_event_counts_as_unread(panel: Panel) -> None:
+    page = await panel.open()
+    await _lose_stream(panel, page)
+    await panel.send_as_agent("Meanwhile", by="bob")
+    await page.get_by_test_id("link-inbox").click()
+    await expect(page.locator(".screen .items")).to_contain_text("Meanwhile")
+    await page.unroute("**/api/v1/events?*")
+    await expect(ui.row(page, "bob").get_by_test_id("unread")).to_have_text("1")

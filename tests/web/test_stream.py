@@ -189,6 +189,17 @@ async def test_a_client_that_connects_during_a_draft_gets_its_text_so_far(
     assert whole == "Once upon a time"
 
 
+async def test_a_client_that_continues_is_told_which_replies_still_run(hub: Hub, society: Society) -> None:
+    for reply in ("d1", "d2"):
+        society.live.append("ada", reply, "Once")
+    society.live.finish("d1", "failed")
+    async with listening(hub, f"{hub.epoch}.{await society.store.last_event()}") as reader:
+        running, snapshot = await reader.next("draft.list"), await reader.next()
+
+    assert (running.data, running.id) == ({"draftIds": ["d2"]}, None)
+    assert (snapshot.kind, snapshot.data["draftId"]) == ("draft.snapshot", "d2")
+
+
 def progress(value: float, message: str = "", agent: str = "ada", call: str = "c1") -> CallProgress:
     return CallProgress(agent_id=agent, call_id=call, tool="copy", progress=value, total=9, message=message)
 

@@ -226,6 +226,9 @@ class Hub:
         # No await from here to the end: the next event of the hub must reach this client too.
         self._flush_drafts()
         client.seen, client.is_live = seen, True
+        if last_event_id:
+            # The ends of replies are not in the log: a client that missed one needs to know which ones still run.
+            client.put(frame("draft.list", {"draftIds": [draft.id for draft in self._live.replies]}))
         for draft in self._live.replies:
             self._sent_lengths[draft.id] = draft.length
             client.put(frame("draft.snapshot", {"draftId": draft.id, "agent": draft.agent_id, "text": draft.text}))

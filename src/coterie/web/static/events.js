@@ -1,6 +1,6 @@
 // Applies the server's events to the state.
 
-import { dropLocal, join, keep, loadPlans, now, openQuestions, part, PERSON, queue, setOpen, state, thread, threadOf, touch, watchers } from './state.js';
+import { dropLocal, early, join, keep, loadPlans, now, openQuestions, part, PERSON, queue, setOpen, state, thread, threadOf, touch, watchers, withNews } from './state.js';
 
 const TOLD = {
   'message.created': created,
@@ -31,6 +31,7 @@ const TOLD = {
   'draft.delta': drafted,
   'draft.snapshot': drafted,
   'draft.ended': draftEnded,
+  'draft.list': draftsListed,
 };
 
 const known = (agent) => state.threads.get(agent)?.loaded;
@@ -44,7 +45,6 @@ export function apply(kind, data) {
 
 function created(data) {
   if (data.gone) return;
-  const isNew = !state.messages.has(data.id);
   const message = keep(data.message);
   settle(message);
   if (data.draftId) endDraft(data.draftId);
@@ -55,7 +55,7 @@ function created(data) {
     queue(message.to).push(message.id);
     touch(`queue:${message.to}`);
   }
-  if (isNew && message.to === PERSON && message.state === 'pending') {
+  if (message.to === PERSON && message.state === 'pending') {
     const one = thread(threadOf(message));
     one.unread += 1;
     one.firstUnread ??= message.id;
@@ -124,9 +124,8 @@ function queued({ agent, items, taken, takenAt, withdrawnCalls }) {
 function upserted(data) {
   if (data.gone) return removed(data);
   const before = state.agents.get(data.id);
-  const after = { ...before, ...data };
-  delete after.prev;
-  if (data.state) for (const key of ['phase', 'tool', 'step', 'why', 'problem']) if (!(key in data)) delete after[key];
+  if (!before && !('name' in data)) return early.set(data.id, data);
+  const after = withNews(before, data);
   state.agents.set(data.id, after);
   touch(`agent:${data.id}`);
   if (!before || ['parent', 'name', 'retired', 'colour', 'initials', 'role'].some((key) => before[key] !== after[key])) touch('agents');
@@ -162,7 +161,7 @@ function delayed(data) {
   if (message.state === 'delayed') state.delayed.set(message.id, message);
   else {
     state.delayed.delete(message.id);
-    if (message.state === 'pending' || message.state === 'taken') created({ ...data, id: `delivered ${data.id}` });
+    if (message.state === 'pending' || message.state === 'taken') created(data);
   }
   touch('delayed', `message:${message.id}`);
 }
@@ -221,7 +220,7 @@ function tasked(task) {
 
 function drafted(data) {
   let draft = state.drafts.get(data.draftId);
-  if (!draft) {
+  if (!draft || draft.stopped) { // a turn that is resumed writes a stopped reply again, with the same id
     dropUnfinished(data.agent);
     draft = { id: data.draftId, agent: data.agent, text: '', points: 0, at: now() };
     state.drafts.set(draft.id, draft);
@@ -256,6 +255,11 @@ function draftEnded({ draftId, outcome, messages = [] }) {
   } else if (!messages.length || messages.every((id) => state.messages.has(id))) endDraft(draftId);
   else draft.ended = true; // stays until its message arrives
   touch(`drafts:${draft.agent}`);
+}
+
+/** After a reconnect: the ends of all other replies were missed. */
+function draftsListed({ draftIds }) {
+  for (const { id, agent, stopped } of [...state.drafts.values()]) if (!stopped && !draftIds.includes(id)) apply('draft.ended', { draftId: id, agent, outcome: 'stored' });
 }
 
 function endDraft(draftId) {

@@ -219,9 +219,10 @@ export function draftView(item, pace, most = Infinity) {
   const text = document.createTextNode('');
   const words = most === Infinity ? growing() : null;
   const foot = h('div', { class: 'msg-foot meta' });
+  const live = h('span', { class: 'tag tag-live' }, t('streaming'));
   const body = words ? words.el : h('p', { class: 'as-typed' }, text, h('span', { class: 'caret', 'aria-hidden': 'true' }));
   const el = h('article', { class: 'msg msg-theirs msg-draft', tabindex: '-1', 'data-testid': 'draft', 'aria-label': `${nameOf(draft().agent)} ${t('streaming')}` },
-    h('div', { class: 'msg-box' }, h('div', { class: 'msg-head' }, face(draft().agent), h('span', { class: 'msg-name' }, nameOf(draft().agent)), h('span', { class: 'tag tag-live' }, t('streaming'))),
+    h('div', { class: 'msg-box' }, h('div', { class: 'msg-head' }, face(draft().agent), h('span', { class: 'msg-name' }, nameOf(draft().agent)), live),
       h('div', { class: 'bubble-row' }, h('div', { class: 'bubble', dir: 'auto' }, body)), foot));
   let timer = null;
 
@@ -231,11 +232,9 @@ export function draftView(item, pace, most = Infinity) {
     if (!now) return;
     if (words) words.push(now.text);
     else text.data = now.text.length > most ? `…${unmarked(now.text.slice(-most))}` : unmarked(now.text);
-    el.classList.toggle('is-stopped', Boolean(now.stopped));
-    if (now.stopped && !foot.firstChild) {
-      foot.append(h('span', { class: 'warn', 'data-testid': 'stopped' }, t(ENDED_EARLY[now.outcome] ?? 'replyStopped')));
-      el.querySelector('.tag-live').remove();
-    }
+    live.hidden = Boolean(now.stopped);
+    el.classList.toggle('is-stopped', live.hidden);
+    if (live.hidden !== foot.hasChildNodes()) fill(foot, live.hidden && h('span', { class: 'warn', 'data-testid': 'stopped' }, t(ENDED_EARLY[now.outcome] ?? 'replyStopped')));
   }
 
   const soon = () => {

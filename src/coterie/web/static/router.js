@@ -36,8 +36,8 @@ export function go(path) {
   return show();
 }
 
-/** The path of a conversation, optionally at one message. */
-export const agentPath = (id, message) => `#/a/${encodeURIComponent(id)}` + (message ? `?m=${encodeURIComponent(message)}` : '');
+/** The path of a conversation, optionally at one message. Notices of the system that concern no agent are about undelivered messages. */
+export const agentPath = (id, message) => id === 'system' ? '#/dead' : `#/a/${encodeURIComponent(id)}` + (message ? `?m=${encodeURIComponent(message)}` : '');
 
 /** `frame(route, screen)` returns the element to show the screen in. */
 export function start(frame) {

@@ -235,8 +235,8 @@ export function part(message) {
   touch(`thread:${id}`);
 }
 
-/** Merges a page of a conversation; messages that arrived meanwhile follow it. */
-function joinPage(one, items, where) {
+/** Merges a page of a conversation. Messages that are not in `had`, the ids before the request, arrived meanwhile and follow it. */
+function joinPage(one, items, where, had = new Set()) {
   const ids = items.map((item) => keep(item).id);
   const fresh = new Set(ids);
   const rest = one.ids.filter((id) => !fresh.has(id));
@@ -246,7 +246,7 @@ function joinPage(one, items, where) {
     const linked = rest.length === 0 || ids.some((id) => one.ids.includes(id));
     const before = linked ? rest.filter((id) => (state.messages.get(id)?.deliveredAt ?? '') <= first) : [];
     const last = items.at(-1)?.deliveredAt ?? '';
-    const after = rest.filter((id) => (state.messages.get(id)?.deliveredAt ?? '') > last);
+    const after = rest.filter((id) => !had.has(id) && (state.messages.get(id)?.deliveredAt ?? '') > last);
     one.ids = [...before, ...ids, ...after];
     return before.length > 0;
   }
@@ -255,8 +255,9 @@ function joinPage(one, items, where) {
 
 export async function loadThread(agent, limit = 50) {
   const one = thread(agent);
+  const had = new Set(one.ids);
   const page = await query(`/threads/${encodeURIComponent(agent)}/messages`, { limit });
-  const linked = joinPage(one, page.items, 'latest');
+  const linked = joinPage(one, page.items, 'latest', had);
   if (!one.loaded || !linked) one.older = page.next;
   one.loaded = true;
   page.items.forEach(setOpen);
@@ -265,8 +266,10 @@ export async function loadThread(agent, limit = 50) {
 
 export async function loadOlder(agent) {
   const one = thread(agent);
-  if (!one.older) return;
-  const page = await query(`/threads/${encodeURIComponent(agent)}/messages`, { before: one.older, limit: 200 });
+  const before = one.older;
+  if (!before) return;
+  const page = await query(`/threads/${encodeURIComponent(agent)}/messages`, { before, limit: 200 });
+  if (one.older !== before) return; // a snapshot has replaced the messages after this page
   joinPage(one, page.items, 'older');
   one.older = page.next;
   touch(`thread:${agent}`);
@@ -349,10 +352,17 @@ export function resync() {
   return fetching;
 }
 
+/** Waits for a running snapshot. Events wait too: an older snapshot would undo them. */
+export async function snapshotRead() {
+  while (fetching) await fetching.catch(() => {});
+}
+
 async function readSnapshot() {
   const seen = await get('/snapshot');
   Object.assign(state, { epoch: seen.epoch, seq: seen.seq, allPaused: seen.paused, skew: Date.parse(seen.serverTime) - Date.now() });
   state.agents = new Map(seen.agents.map((one) => [one.id, one]));
+  early.clear();
+  if (seen.threads.length >= seen.threadCount) for (const one of state.threads.values()) Object.assign(one, { last: null, unread: 0, firstUnread: null });
   for (const each of seen.threads) {
     Object.assign(thread(each.agent), { last: keep(each.last), unread: each.unread, firstUnread: each.firstUnread });
   }
@@ -367,6 +377,7 @@ async function readSnapshot() {
   touch('agents', 'delayed', 'questions', 'unread', 'threads', 'tasks', 'society', 'snapshot');
   for (const id of [...state.agents.keys(), ...again]) touch(`agent:${id}`, `queue:${id}`);
   await Promise.all(again.map((id) => loadThread(id, 200).catch(() => {})));
+  for (const [clientId, { messageId }] of state.locals) if (state.messages.has(messageId)) dropLocal(clientId); // no event will
   again.forEach(loadPlans);
   if (seen.agentCount > seen.agents.length) readAgents().catch(() => {});
 }
@@ -375,10 +386,24 @@ async function readSnapshot() {
 async function readAgents() {
   for (let after; after !== null; ) {
     const page = await query('/agents', { after, limit: 200 });
-    for (const one of page.items) if (!state.agents.has(one.id)) state.agents.set(one.id, one);
+    for (const one of page.items) {
+      if (state.agents.has(one.id)) continue;
+      state.agents.set(one.id, withNews(one, early.get(one.id)));
+      touch('agents', `agent:${one.id}`);
+    }
     after = page.next;
   }
-  touch('agents');
+}
+
+/** Statuses of agents that are not loaded yet. */
+export const early = new Map();
+
+/** An agent after an event. A new state ends what is known about the old one. */
+export function withNews(agent, news) {
+  const after = { ...agent, ...news };
+  delete after.prev;
+  if (news?.state) for (const key of ['phase', 'tool', 'step', 'why', 'problem']) if (!(key in news)) delete after[key];
+  return after;
 }
 
 export const queue = (agent) => {

@@ -4,7 +4,7 @@
 // locks (plain http from another machine), each tab reads its own stream.
 
 import { apply, asks, dropDrafts } from './events.js';
-import { resync, state, touch } from './state.js';
+import { resync, snapshotRead, state, touch } from './state.js';
 
 const NAME = 'panel-stream';
 const DEAD_MS = 35_000;
@@ -67,9 +67,15 @@ function again() {
 
 // The leading tab
 
-async function lead() {
+let running = null;
+
+/** Runs once per tab: a tab that took over from a silent one may get the lock later. */
+const lead = () => (running ??= readStream());
+
+async function readStream() {
   leading = true;
   for (;;) {
+    channel?.postMessage({ connection: state.connection }); // without a connection, too: the other tabs leave it to this one
     abort = new AbortController();
     try {
       await connect(abort.signal);
@@ -123,9 +129,9 @@ function parsed(text) {
 
 function asked({ ask, draft }) {
   if (ask !== 'drafts') return;
-  const wanted = [...state.drafts.values()].filter((one) => !one.stopped && (draft ?? one.id) === one.id);
+  const wanted = [...state.drafts.values()].filter((one) => !one.stopped && !one.ended && (draft ?? one.id) === one.id);
   const events = wanted.map(({ id, agent, text }) => ({ kind: 'draft.snapshot', id: '', data: { draftId: id, agent, text } }));
-  channel.postMessage({ events, connection: state.connection });
+  channel.postMessage({ events: [{ kind: 'position', data: { epoch: state.epoch, seq: state.seq } }, ...events], connection: state.connection });
 }
 
 function askForDraft(draft) {
@@ -155,11 +161,13 @@ function take(event) {
 }
 
 async function inOrder({ kind, id, data }) {
+  await snapshotRead();
   if (kind === 'hello') {
     if (data.epoch !== state.epoch || data.seq > state.seq) await fromSnapshot();
     return;
   }
   if (kind === 'reset') return fromSnapshot();
+  if (kind === 'position') return data.epoch === state.epoch && data.seq > state.seq && fromSnapshot(); // a new tab missed events while it loaded
   if (kind === 'shutdown') {
     state.shutdown = data;
     return show('stopped');

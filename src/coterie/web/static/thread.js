@@ -31,7 +31,6 @@ function home() {
 export function render(root, { args, query }) {
   const id = args[0] ?? home();
   state.home = id;
-  if (id && state.booted && !state.agents.has(id) && !state.threads.has(id)) return missing(root, id);
   if (!id) return waitForAgents(root);
   return conversation(root, id, query.get('m'));
 }
@@ -70,6 +69,7 @@ const bones = () => h('div', { class: 'skeleton screen-fill', 'aria-hidden': 'tr
 
 function missing(root, id) {
   fill(root, empty(t('noSuchAgent', { name: id }), h('a', { href: '#/org' }, t('org'))));
+  dock().hidden = true;
 }
 
 const touched = matchMedia('(pointer: coarse)');
@@ -99,7 +99,7 @@ function conversation(root, id, wanted) {
   one.keepUnread = false;
   let line = null; // first unread message when the conversation was opened, and the number of unread ones
   let newBelow = 0;
-  let lastCount = 0;
+  let newest; // last message when it was painted
   let busy = false;
 
   const acts = {
@@ -212,11 +212,9 @@ function conversation(root, id, wanted) {
   function paint() {
     if (!one.loaded) return;
     const all = items();
-    const stored = one.ids.length;
-    if (lastCount && stored > lastCount && !feed.follow) {
-      newBelow += one.ids.slice(lastCount).filter((each) => state.messages.get(each)?.to === PERSON).length;
-    }
-    lastCount = stored;
+    const at = one.ids.lastIndexOf(newest);
+    if (at >= 0 && !feed.follow) newBelow += one.ids.slice(at + 1).filter((each) => state.messages.get(each)?.to === PERSON).length;
+    newest = one.ids.at(-1);
     blank.hidden = all.length > 0;
     if (!all.length) fill(blank, emptyThread(id, composer));
     feed.set(all, one.older ? -1 : all.length);
@@ -240,7 +238,6 @@ function conversation(root, id, wanted) {
     if (current?.feed !== feed) return;
     list.setAttribute('aria-busy', 'false');
     mark();
-    lastCount = one.ids.length;
     paint();
     if (wanted) show(state.messages.get(wanted) ?? { id: wanted }, true);
     else if (line) feed.show(`m:${line.id}`, 120);
@@ -324,7 +321,6 @@ function conversation(root, id, wanted) {
     fill(blank, bones()).hidden = false;
     const once = on('snapshot', () => {
       once();
-      if (!state.agents.has(id) && current?.feed === feed) return missing(root, id);
       open();
     });
     ends.push(once);

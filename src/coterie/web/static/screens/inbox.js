@@ -1,12 +1,12 @@
 // Messages to the person: open questions first, then all, newest first.
 
-import { query } from '../api.js';
+import { post, query } from '../api.js';
 import { button, empty, fill, h } from '../dom.js';
 import { t } from '../i18n.js';
 import { approvalFacts, budgetFacts, draftView, fileList, who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
 import { agentPath } from '../router.js';
-import { PERSON, approvalOf, budgetOf, plainText, keep, on, openQuestions, state, textOf, threadOf } from '../state.js';
+import { PERSON, SYSTEM, approvalOf, budgetOf, plainText, keep, on, openQuestions, state, textOf, threadOf } from '../state.js';
 import { failed, section, when } from './parts.js';
 
 const TAIL = 280; // characters shown of a reply in progress; below: how often it is repainted
@@ -67,16 +67,30 @@ export function render(root, { query: asked }) {
     const all = [...ids].map((id) => state.messages.get(id)).filter((one) => one && one.state !== 'withdrawn');
     all.sort((a, b) => (a.deliveredAt < b.deliveredAt ? 1 : a.deliveredAt > b.deliveredAt ? -1 : 0));
     fill(list, all.map(line));
-    fill(foot, next ? button({ class: 'plain-btn', text: t('older'), onclick: load }) : all.length ? null : empty(t('inboxNone')));
+    readNotices(all.find((one) => threadOf(one) === SYSTEM)?.id);
+    fill(foot, next ? button({ class: 'plain-btn', text: t('older'), onclick: () => load(next) }) : all.length ? null : empty(t('inboxNone')));
   };
-  const load = async () => {
+  let readUpto;
+  /** Marks notices as read that are in no conversation. */
+  const readNotices = (upto) => {
+    if (onlyQuestions || !upto || upto === readUpto || document.hidden || state.messages.get(upto).state !== 'pending') return;
+    readUpto = upto;
+    post('/read', { thread: SYSTEM, upto }).catch(() => {
+      readUpto = null;
+    });
+  };
+  /** Loads a page; the first one, without `before`, replaces all. */
+  const load = async (before = null) => {
+    const old = before ? [] : [...ids];
     try {
-      const page = await query('/messages', { agent: PERSON, before: next, limit: 50 });
+      const page = await query('/messages', { agent: PERSON, before, limit: 50 });
+      if (before && before !== next) return;
+      for (const id of old) ids.delete(id);
       for (const item of page.items) if (item.to === PERSON && item.deliveredAt) ids.add(keep(item).id);
       next = page.next;
       drawAll();
     } catch {
-      fill(foot, failed(t('notLoaded'), load));
+      fill(foot, failed(t('notLoaded'), () => load(before)));
     }
   };
   const come = () => {
@@ -93,8 +107,9 @@ export function render(root, { query: asked }) {
   );
   drawQuestions();
   drawLive();
-  if (!onlyQuestions) load();
-  const stops = [on(['questions', 'snapshot'], drawQuestions), on(['threads', 'unread', 'snapshot', 'agents'], come), on('drafts:*', drawLive)];
+  const reload = () => !onlyQuestions && load();
+  reload();
+  const stops = [on('snapshot', reload), on(['questions', 'snapshot'], drawQuestions), on(['threads', 'unread', 'snapshot', 'agents'], come), on('drafts:*', drawLive)];
   return () => {
     for (const one of cards.values()) one.stop();
     watch.disconnect();

@@ -59,11 +59,11 @@ function listing(root, asked) {
     Object.assign(filters, wanted);
     const set = new URLSearchParams(Object.entries(filters).filter(([, value]) => value));
     history.replaceState(null, '', set.size ? `#/tasks?${set}` : '#/tasks');
+    found.clear();
     again();
   };
   const again = () => {
     turn += 1;
-    found.clear();
     next = undefined;
     load();
   };
@@ -73,6 +73,7 @@ function listing(root, asked) {
     try {
       const page = await query('/tasks', { ...filters, cursor: next, limit: 50 });
       if (mine !== turn) return;
+      if (next === undefined) found.clear();
       for (const task of page.items) found.set(task.id, task);
       next = page.next;
       draw();
@@ -111,7 +112,7 @@ function listing(root, asked) {
       draw();
     }, REDRAW_MS);
   };
-  const stops = [on(['tasks', 'snapshot'], soon), on(['agents', 'snapshot'], () => {
+  const stops = [on('tasks', soon), on('snapshot', again), on('agents', () => {
     listAgents();
     draw();
   })];

@@ -39,7 +39,7 @@ export function render(root, { query: asked }) {
     turn += 1;
     items = new Map();
     sources = {
-      messages: { path: '/messages', open: filters.kind !== 'tool', take: (one) => ({ id: `m${keep(one).id}`, at: one.createdAt, message: one }) },
+      messages: { path: '/messages', open: filters.kind !== 'tool', take: (one) => ({ id: `m${one.id}`, at: one.createdAt, message: keep(one) }) },
       runs: { path: '/runs', open: filters.kind !== 'message', take: (one) => ({ id: `r${one.agent}.${one.turn}.${one.step}.${one.at}`, at: one.at, run: one }) },
     };
     load();
@@ -80,7 +80,8 @@ export function render(root, { query: asked }) {
       const page = await query(source.path, { agent: filters.agent, limit: 50 }).catch(() => null);
       if (mine !== turn || !page) return;
       // New items first: the server's order decides between items of the same millisecond.
-      items = new Map([...page.items.map(source.take).map((one) => [one.id, one]), ...items]);
+      const fresh = new Map(page.items.map(source.take).map((one) => [one.id, one]));
+      items = new Map([...fresh, ...items, ...fresh]); // the place of a key is its first one, the value its last one
     }
     draw();
   };
@@ -93,10 +94,10 @@ export function render(root, { query: asked }) {
   );
   listAgents();
   again();
-  const stop = on(['agents', 'snapshot'], () => {
+  const stops = [on('snapshot', again), on('agents', () => {
     listAgents();
     draw();
-  });
+  })];
   let soon = null;
   const watch = (kind) => {
     if (!/^(message|delayed|queue|tool)/.test(kind)) return;
@@ -110,7 +111,7 @@ export function render(root, { query: asked }) {
     turn += 1;
     clearTimeout(soon);
     watchers.delete(watch);
-    stop();
+    stops.forEach((stop) => stop());
   };
 }
 
