@@ -167,6 +167,8 @@ class Oracle:
         """The task that a message without cause joins. None: it starts one."""
         if envelope.sender != PERSON or envelope.every or envelope.delay >= NEW_CHAIN_DELAY:
             return None
+        if envelope.delay and envelope.in_reply_to is None:
+            return None  # it answers no question
         questions = self._world.rows(
             "SELECT coalesce(task, id) FROM messages WHERE sender = ? AND question = 1 AND answered_by IS NULL"
             " AND state IN ('pending', 'taken') ORDER BY seq",
@@ -358,7 +360,11 @@ class Oracle:
             " FROM messages m JOIN messages q ON q.id = m.unless_answered LEFT JOIN messages a"
             " ON a.state <> 'withdrawn' AND a.recipient = m.sender"
             " AND (a.id = q.answered_by"
-            " OR (a.in_reply_to = q.id AND a.sender = q.recipient AND coalesce(a.option, 0) >= 0))"
+            " OR (a.in_reply_to = q.id AND a.sender = q.recipient AND coalesce(a.option, 0) >= 0)"
+            # One answer is for all messages of the asker that its turn has read; it may have been sent by a tool.
+            " OR (a.sender = q.recipient AND (a.id = m.withdrawn_by OR (a.automatic = 1 AND EXISTS ("
+            "SELECT 1 FROM history asked JOIN history other ON other.agent_id = asked.agent_id"
+            " AND other.turn_no = asked.turn_no WHERE asked.message_id = q.id AND other.message_id = a.in_reply_to)))))"
             " ORDER BY m.seq, a.seq"
         )
         for message_id, state, task, parent, delivered_at, answer_state, answered_at in rows:
