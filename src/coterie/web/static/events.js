@@ -2,7 +2,7 @@
 
 import { dropLocal, early, join, keep, loadPlans, now, openQuestions, part, PERSON, queue, setOpen, state, thread, threadOf, touch, watchers, withNews } from './state.js';
 
-const TOLD = {
+const HANDLERS = {
   'message.created': created,
   'message.updated': updated,
   'quick_replies.changed': answered,
@@ -39,7 +39,7 @@ const known = (agent) => state.threads.get(agent)?.loaded;
 export const asks = { draft: (_id) => {} };
 
 export function apply(kind, data) {
-  TOLD[kind]?.(data);
+  HANDLERS[kind]?.(data);
   for (const watch of watchers) watch(kind, data);
 }
 
