@@ -38,8 +38,8 @@ def run() -> None:
     )
     for name, rate in rates.items():
         report.line(name if "caller" in name else f"limit: {name}", rate, "messages/s")
-    report.ratio("1 caller to one commit each", rates["1 caller"], rates["one commit each"])
-    report.ratio("64 callers to batches of 64", rates["64 callers"], rates["batches of 64"], at_least=0.5)
+    report.ratio("1 caller to one commit each", rates["1 caller"], rates["one commit each"], at_least=0.7)
+    report.ratio("64 callers to batches of 64", rates["64 callers"], rates["batches of 64"], at_least=0.65)
     report.ratio("64 callers to batches of 1000", rates["64 callers"], rates["batches of 1000"])
     report.ratio("64 callers to one commit each", rates["64 callers"], rates["one commit each"], at_least=4)
 
