@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from coterie.agents import Agent
 from coterie.llm.service import Completion, TokenUsage
 from coterie.store import Limits, Page
+from coterie.stores.sql import task_queries
 from coterie.tasks import MessageNode, TurnNode
 from coterie.testing import FakeClock
 from coterie.testing.clock import START
@@ -45,6 +48,31 @@ async def store(engine: Engine, tmp_path: Path, clock: FakeClock) -> AsyncIterat
     yield opened
     assert [violation async for violation in opened.violations()] == []
     await opened.close()
+
+
+class ClaimBetween:
+    """A connection on which the agent takes its message after the first query."""
+
+    def __init__(self, db: Any, store: Society) -> None:
+        self._db, self._store, self._loop = db, store, asyncio.get_running_loop()
+        self._is_taken = False
+
+    def execute(self, *statement: Any) -> Any:
+        found = self._db.execute(*statement)
+        if self._is_taken:
+            return found
+        self._is_taken = True
+        rows = found.fetchall()
+        asyncio.run_coroutine_threadsafe(claim(self._store), self._loop).result()
+        return SimpleNamespace(fetchall=lambda: rows)
+
+
+async def test_a_task_is_found_while_its_first_message_is_taken(store: Society, engine: Engine, tmp_path: Path) -> None:
+    task = (await send(store)).task
+    with engine.behind(tmp_path / "data") as db:
+        between: Any = ClaimBetween(db, store)
+        found, _ = await asyncio.to_thread(task_queries.read_with_messages, between, task, 0)
+    assert found is not None and found.state == "working"
 
 
 # Definition

@@ -290,7 +290,10 @@ def read_away(db: Connection, since: int, limit: int) -> Away:
 
 def read_with_messages(db: Connection, task_id: str, after: int) -> tuple[Task | None, list[Message]]:
     """Return a task, and its messages from and to the person without its first one."""
-    task = read_tasks_by_id(db, [task_id]).get(task_id)  # first: a task that has ended has all its messages
+    # The task first: one that has ended has all its messages. It is read without a snapshot, and gets its row when its
+    # message leaves the mailbox. If that happens between the two queries, the second attempt finds the row.
+    found = read_tasks_by_id(db, [task_id]) or read_tasks_by_id(db, [task_id])
+    task = found.get(task_id)
     return task, [to_message(row) for row in db.execute(_SELECT_OF_PERSON, {"task": task_id, "after": after})]
 
 
