@@ -364,7 +364,9 @@ class Oracle:
             # One answer is for all messages of the asker that its turn has read; it may have been sent by a tool.
             " OR (a.sender = q.recipient AND (a.id = m.withdrawn_by OR (a.automatic = 1 AND EXISTS ("
             "SELECT 1 FROM history asked JOIN history other ON other.agent_id = asked.agent_id"
-            " AND other.turn_no = asked.turn_no WHERE asked.message_id = q.id AND other.message_id = a.in_reply_to)))))"
+            " AND other.turn_no = asked.turn_no JOIN messages taken ON taken.id = other.message_id"
+            " WHERE asked.message_id = q.id AND taken.id = a.in_reply_to AND taken.sender = q.sender"
+            " AND coalesce(taken.option, 0) >= 0)))))"
             " ORDER BY m.seq, a.seq"
         )
         for message_id, state, task, parent, delivered_at, answer_state, answered_at in rows:

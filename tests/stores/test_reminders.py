@@ -94,6 +94,14 @@ async def test_one_answer_to_two_questions_withdraws_the_reminders_of_both(store
     assert len(await delayed(store)) == 2
 
 
+async def test_a_reminder_about_a_question_that_was_answered_with_another_is_withdrawn(store: Society) -> None:
+    first, _ = [await send(store, "bob", text, "ada") for text in ("well?", "and?")]
+    await step(store, await claim(store, "bob"), said("yes, to both"))
+    assert (await remind(store, first.message_id)).state == "withdrawn"
+    later = await send(store, "bob", "one more", "ada")
+    assert (await remind(store, later.message_id)).state == "delayed"
+
+
 async def test_a_text_that_was_sent_with_a_tool_before_is_the_answer(store: Society) -> None:
     asked = await send(store, "bob", "well?", "ada")
     await remind(store, asked.message_id)

@@ -17,11 +17,19 @@ if TYPE_CHECKING:
     from coterie.stores.sql.unit_of_work import UnitOfWork
 
 _SELECT_QUESTION = "SELECT seq, sender, recipient, state, question, answered_by FROM messages WHERE id = :id"
+# Messages that the agent read in the same turn: one answer is for all of them. Questions about a call are apart.
+SELECT_READ_TOGETHER = """
+SELECT other.message_id FROM history AS asked
+  JOIN history AS other ON other.agent_id = asked.agent_id AND other.turn_no = asked.turn_no
+  JOIN messages AS taken ON taken.id = other.message_id
+ WHERE asked.message_id = :id AND taken.sender = :asker AND coalesce(taken.option, 0) >= 0
+"""
 # A message that asks about a call is no answer to its question.
-_SELECT_ANSWER = """
+_SELECT_ANSWER = f"""
 SELECT id FROM messages
- WHERE seq > :seq AND in_reply_to = :id AND sender = :sender AND state NOT IN ('withdrawn', 'dead')
-   AND coalesce(option, 0) >= 0 LIMIT 1
+ WHERE seq > :seq AND sender = :answerer AND state NOT IN ('withdrawn', 'dead') AND coalesce(option, 0) >= 0
+   AND (in_reply_to = :id OR (automatic = 1 AND recipient = :asker AND in_reply_to IN ({SELECT_READ_TOGETHER})))
+ LIMIT 1
 """
 # Only an answer of the recipient of the question counts.
 _SELECT_ANSWERED = """
@@ -50,8 +58,8 @@ def is_answered(db: Connection, uow: UnitOfWork, reminder: Envelope) -> bool:
         )
     if answered_by is not None:
         return True
-    found = db.execute(_SELECT_ANSWER, {"seq": seq, "id": reminder.unless_answered, "sender": recipient})
-    return found.fetchone() is not None
+    parameters = {"seq": seq, "id": reminder.unless_answered, "answerer": recipient, "asker": sender}
+    return db.execute(_SELECT_ANSWER, parameters).fetchone() is not None
 
 
 def withdraw_answered(
@@ -72,8 +80,9 @@ def restore_reminders(db: Connection, uow: UnitOfWork, answer_id: str) -> None:
     If there is another answer to the question, they stay withdrawn because of that one.
     """
     for seq, question in db.execute(_SELECT_WITHDRAWN, {"answer": answer_id}).fetchall():
-        asked_seq, _, recipient, *_ = db.execute(_SELECT_QUESTION, {"id": question}).fetchone() or (0, None, None)
-        other = db.execute(_SELECT_ANSWER, {"seq": asked_seq, "id": question, "sender": recipient}).fetchone()
+        asked_seq, asker, answerer, *_ = db.execute(_SELECT_QUESTION, {"id": question}).fetchone() or (0, "", "")
+        parameters = {"seq": asked_seq, "id": question, "answerer": answerer, "asker": asker}
+        other = db.execute(_SELECT_ANSWER, parameters).fetchone()
         if other:
             db.execute(_SET_WITHDRAWN_BY, {"answer": other[0], "seq": seq})
             continue

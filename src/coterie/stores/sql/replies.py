@@ -93,17 +93,10 @@ def send_replies(
                 answer = _send(uow, agent_id, target, {"text": reply.text, **files}, stopped=code)
                 sent.append(answer)
             if uow.mailbox(target.sender).reminders and not reply.asks_back:
-                _withdraw_reminders(db, uow, agent_id, turn_no, target.sender, answer)
+                read = db.execute(reminders.SELECT_READ_TOGETHER, {"id": target.id, "asker": target.sender})
+                answered = {target.id, *(message_id for (message_id,) in read.fetchall())}
+                reminders.withdraw_answered(db, uow, answered, answer_id=answer, asker=target.sender, answerer=agent_id)
     return tuple(sent)
-
-
-def _withdraw_reminders(
-    db: Connection, uow: UnitOfWork, agent_id: str, turn_no: int, asker: str, answer_id: str
-) -> None:
-    """Withdraw the reminders about all messages of the asker that the turn has read: one answer is for all of them."""
-    rows = db.execute(_SELECT_TAKEN, {"agent_id": agent_id, "turn_no": turn_no}).fetchall()
-    read = {message.id for message in (ReplyTarget(*row) for row in rows) if message.sender == asker}
-    reminders.withdraw_answered(db, uow, read, answer_id=answer_id, asker=asker, answerer=agent_id)
 
 
 def _send(uow: UnitOfWork, sender: str, target: ReplyTarget, payload: dict[str, object], *, stopped: int = 0) -> str:
