@@ -74,7 +74,6 @@ def test_300_kills_of_three_workers_under_load_lose_nothing_and_repeat_no_unsafe
         withdrawn_plans=200,
         plans_closed_in_the_middle=50,
         unknown_outcomes=15,
-        calls_run_again=5,
         requests_made_again=20,
         requests_compared=3_000,
         requests_compared_after_a_takeover=200,

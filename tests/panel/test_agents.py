@@ -158,7 +158,7 @@ async def test_undelivered_messages_are_sent_again_or_deleted(panel: Panel, word
     await expect(page.locator(".screen .item")).to_have_count(2)
     await expect(page.locator(".screen .item").first).to_contain_text(words("dead_recipient_terminated"))
     await page.locator(".item", has_text="Keep me").get_by_test_id("dead-resend").click()
-    await expect(page.locator(ui.TOAST)).to_contain_text("terminated")
+    await expect(page.locator(ui.TOAST)).to_contain_text({"en-US": "terminated", "zh-CN": "已停用"}[words.locale])
     await page.locator(".item", has_text="Drop me").get_by_test_id("dead-delete").click()
     await page.get_by_role("dialog").locator(".danger").click()
     await expect(page.locator(".screen .item")).to_have_count(1)
