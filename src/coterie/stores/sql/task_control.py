@@ -16,7 +16,12 @@ from coterie.turn import Rules
 _SELECT_STOPPED = "SELECT stopped_at FROM tasks WHERE id = :id"
 _SELECT_WAITING = f"SELECT seq FROM messages WHERE id = :id AND {IS_WAITING_TASK}"
 _STOP_TASK = "UPDATE tasks SET stopped_at = :at, state = 'stopped', budget_question = NULL WHERE id = :id"
-SELECT_INVOLVED = """
+# A paused schedule has no delayed message. Its sender took the message that caused it.
+_PAUSED_SCHEDULES = """
+FROM messages JOIN schedules ON schedules.sender = messages.recipient AND schedules.cause = messages.id
+WHERE (messages.id = :task OR messages.task = :task) AND schedules.state <> 'ended' AND schedules.state = 'paused'
+"""
+SELECT_INVOLVED = f"""
 SELECT id FROM agents WHERE task = :task
  UNION
 SELECT id FROM agents WHERE other_tasks IS NOT NULL AND replace(other_tasks, :task, '') <> other_tasks
@@ -24,9 +29,7 @@ SELECT id FROM agents WHERE other_tasks IS NOT NULL AND replace(other_tasks, :ta
 SELECT recipient FROM messages
  WHERE (id = :task OR task = :task OR parent_task = :task) AND state IN ('pending', 'delayed')
  UNION
-SELECT schedules.recipient FROM messages
-  JOIN schedules ON schedules.sender = messages.recipient AND schedules.cause = messages.id
- WHERE (messages.id = :task OR messages.task = :task) AND schedules.state <> 'ended' AND schedules.state = 'paused'
+SELECT schedules.recipient {_PAUSED_SCHEDULES}
 """
 """Agents whose rows the stop of a task changes."""
 _SELECT_TURNS = "SELECT id FROM agents WHERE task = :task ORDER BY id"
@@ -38,12 +41,8 @@ SELECT {STORED_MESSAGE_COLUMNS} FROM messages
  WHERE (id = :task OR task = :task OR parent_task = :task)
    AND (state = 'delayed' OR (state = 'pending' AND recipient <> 'user')) ORDER BY recipient, seq
 """
-# A paused schedule has no delayed message. Its sender took the message that caused it.
-_SELECT_PAUSED_SCHEDULES = """
-SELECT schedules.id, schedules.recipient FROM messages
-  JOIN schedules ON schedules.sender = messages.recipient AND schedules.cause = messages.id
- WHERE (messages.id = :task OR messages.task = :task) AND schedules.state <> 'ended' AND schedules.state = 'paused'
- ORDER BY schedules.recipient, schedules.id
+_SELECT_PAUSED_SCHEDULES = f"""
+SELECT schedules.id, schedules.recipient {_PAUSED_SCHEDULES} ORDER BY schedules.recipient, schedules.id
 """
 _SELECT_QUESTIONS = """
 SELECT id FROM messages
