@@ -18,7 +18,17 @@ from coterie.live import CallProgress
 from coterie.testing import Calls, Says, model_faults
 from tests.agent.stage import Bell
 from tests.panel import ui
-from tests.panel.harness import TIMEOUT_SECONDS, Held, Panel, eventually, open_panel, options_of, record_bodies
+from tests.panel.harness import (
+    TIMEOUT_SECONDS,
+    Held,
+    Panel,
+    eventually,
+    eventually_in,
+    open_panel,
+    options_of,
+    record_bodies,
+)
+from tests.panel.words import Words
 
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d49444154789c6360f8ffff3f0005fe02fe"
@@ -151,6 +161,35 @@ async def test_a_late_withdrawal_is_reported_and_changes_nothing(panel: Panel) -
     await asyncio.wait_for(sent.wait(), TIMEOUT_SECONDS)
     await expect(page.get_by_text("Already seen; it cannot be unsent").first).to_be_visible()
     assert "Too late" in await panel.texts()
+
+
+@pytest.mark.check(13)
+async def test_a_press_on_unsend_is_a_click_though_the_queue_changes_meanwhile(panel: Panel, words: Words) -> None:
+    page = await panel.open(locale=words.locale)
+    await at_work(panel, "Read")
+    await ui.send(page, "Wait for me")
+    unsend = page.locator(ui.WAITING).get_by_test_id("withdraw")
+    await expect(unsend).to_have_text(words("withdraw"))
+    await unsend.hover()
+    await page.mouse.down()
+    await panel.send_as_agent("Also for Ada", by="bob", to="ada")
+    await eventually_in(page, "async () => (await import('/static/state.js')).state.queues.get('ada').length === 2")
+    await page.mouse.up()
+    await expect(page.locator(ui.WAITING)).to_have_count(0)
+    assert "Wait for me" not in await panel.texts()
+
+    for text in ("First", "Second"):
+        await ui.send(page, text)
+    await expect(unsend).to_have_text([words("withdraw")] * 2)
+    await unsend.last.hover()
+    await page.mouse.down()
+    [first] = [message for message in await panel.sent() if message.payload["text"] == "First"]
+    await page.evaluate("id => fetch(`/api/v1/messages/${id}`, { method: 'DELETE' })", first.id)
+    await expect(page.locator(ui.WAITING)).to_have_count(1)
+    await page.mouse.up()
+    await expect(page.locator(ui.WAITING)).to_have_count(0)
+    assert not {"First", "Second"} & set(await panel.texts())
+    Bell.may_end.set()
 
 
 @pytest.mark.check(14)

@@ -79,6 +79,7 @@ async def test_queueing_unsending_and_stopping_in_firefox(panel: Panel, language
         await asyncio.wait_for(Bell.rang.wait(), 20)
         await say(tab, "And wait")
         await tab.until_text(ui.WAITING, "And wait")
+        await tab.until_text(f"{ui.WAITING} button", WORDS[language]["withdraw"])  # until then: "Sending"
         await tab.click(f"{ui.WAITING} button")
         await tab.until(f"!document.querySelector('{ui.WAITING}')")
         await tab.click(ui.SEND)  # without text, the button stops the agent

@@ -298,7 +298,7 @@ async function deliver({ agent, text, files, replyTo = null, asksBack = false, r
   touch('questions', ...asked.map((one) => `message:${one.id}`));
   const unsure = () => {
     local.unsure = true;
-    touch(`thread:${agent}`);
+    touch(`thread:${agent}`, `queue:${agent}`);
   };
   const message = { clientId, to: agent, payload };
   if (replyTo) message.inReplyTo = replyTo;

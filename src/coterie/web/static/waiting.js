@@ -1,6 +1,6 @@
 // The strip above the composer: interjections that the agent has not taken yet.
 
-import { button, fill, h, toComposer } from './dom.js';
+import { button, fill, h, setAttr, setText, toComposer } from './dom.js';
 import { del } from './api.js';
 import { t } from './i18n.js';
 import { oops, toast } from './notices.js';
@@ -57,27 +57,48 @@ export async function withdraw(agent, message) {
 
 export function mountStrip(root, agent) {
   let open = false;
+  // Rows stay in the document while they are repainted: a press on a replaced button would not become a click.
+  let rows = new Map();
+  const head = button({ class: 'strip-head', onclick: () => {
+    open = !open;
+    paint();
+  } });
+  const list = h('ol', { class: 'strip-list' });
+  root.replaceChildren(head, list);
 
   function paint() {
     const items = waitingFor(agent);
-    root.hidden = items.length === 0;
     const focused = root.contains(document.activeElement);
-    const head = button({ class: 'strip-head', 'aria-expanded': String(open), onclick: () => {
-      open = !open;
-      paint();
-    } }, t('interjectionsWait', { n: items.length }), h('span', { 'aria-hidden': 'true' }, open ? ' ▴' : ' ▾'));
-    const list = h('ol', { class: `strip-list ${open ? 'is-open' : ''}` }, items.map((one, index) => row(one, index, items.length)));
-    fill(root, items.length > 1 && head, list);
+    root.hidden = items.length === 0;
     root.classList.toggle('strip-many', items.length > 1);
-    if (focused && !items.length) toComposer();
+    list.classList.toggle('is-open', open);
+    setAttr(head, 'aria-expanded', open);
+    fill(head, t('interjectionsWait', { n: items.length }), h('span', { 'aria-hidden': 'true' }, open ? ' ▴' : ' ▾')).hidden = items.length < 2;
+    rows = new Map(items.map((one, index) => {
+      const key = one.id ?? one.clientId;
+      const row = rows.get(key) ?? newRow(one);
+      row.update(index, items.length);
+      return [key, row];
+    }));
+    const elements = [...rows.values()].map(({ el }) => el);
+    const at = [...list.children].findIndex((el) => el.contains(document.activeElement));
+    for (const el of [...list.children]) if (!elements.includes(el)) el.remove();
+    elements.forEach((el, index) => list.children[index] !== el && list.insertBefore(el, list.children[index] ?? null));
+    if (focused && (!items.length || (head.hidden && document.activeElement === head))) toComposer();
+    else if (at >= 0 && !list.contains(document.activeElement)) elements[Math.min(at, elements.length - 1)].querySelector('button').focus();
   }
 
-  const row = (one, index, all) =>
-    h('li', { class: 'strip-row', 'data-testid': 'waiting', data: { messageId: one.id ?? '' } },
-      h('span', { class: 'strip-tag' }, t('interjection', { n: index + 1, m: all })),
-      h('span', { class: 'strip-text', dir: 'auto' }, plainText(one) || t('attachments')),
-      button({ class: 'text-btn', 'data-testid': 'withdraw', data: { of: one.id ?? '' }, 'aria-disabled': !one.id || withdrawing.has(one.id) ? 'true' : null, onclick: () => withdraw(agent, one) },
-        t(one.unsure ? 'unsure' : !one.id ? 'sending' : withdrawing.has(one.id) ? 'withdrawing' : 'withdraw')));
+  function newRow(one) {
+    const tag = h('span', { class: 'strip-tag' });
+    const back = button({ class: 'text-btn', 'data-testid': 'withdraw', data: { of: one.id ?? '' }, onclick: () => withdraw(agent, one) });
+    const el = h('li', { class: 'strip-row', 'data-testid': 'waiting', data: { messageId: one.id ?? '' } },
+      tag, h('span', { class: 'strip-text', dir: 'auto' }, plainText(one) || t('attachments')), back);
+    return { el, update(index, all) {
+      setText(tag, t('interjection', { n: index + 1, m: all }));
+      setAttr(back, 'aria-disabled', !one.id || withdrawing.has(one.id) ? 'true' : null);
+      setText(back, t(!one.id ? state.locals.get(one.clientId)?.unsure ? 'unsure' : 'sending' : withdrawing.has(one.id) ? 'withdrawing' : 'withdraw'));
+    } };
+  }
 
   paint();
   return on([`queue:${agent}`, `agent:${agent}`], paint);
