@@ -371,6 +371,24 @@ async def test_the_unread_count_rises_for_hidden_agents_only_and_clears_in_every
         await expect(tab).not_to_have_title(re.compile(r"^\("))
 
 
+@pytest.mark.check(19)
+async def test_the_new_messages_line_does_not_count_the_talk_that_follows(panel: Panel, words: Words) -> None:
+    page = await panel.open("#/a/ada", locale=words.locale)
+    for n in (1, 2):
+        await panel.send_as_agent(f"Missed {n}", by="bob")
+    unread = ui.row(page, "bob").get_by_test_id("unread")
+    await expect(unread).to_have_text("2")
+    await ui.row(page, "bob").click()
+    line = page.locator('[data-testid="new-line"]:visible')
+    await expect(line).to_have_text(words("newMessages", n=2))
+    await expect(unread).to_have_count(0)
+    panel.server.script("Here I am")
+    await ui.send(page, "Are you there?")
+    await expect(ui.messages(page).last).to_contain_text("Here I am")
+    await expect(unread).to_have_count(0)
+    await expect(line).to_have_text(words("newMessages", n=2))
+
+
 async def test_a_question_to_another_agent_has_no_buttons(panel: Panel) -> None:
     await panel.send_as_agent("Which, Bob?", "one", "two", to="bob")
     page = await panel.open("#/timeline")

@@ -97,7 +97,7 @@ function conversation(root, id, wanted) {
   fill(root, scroller, blank, jump);
   const one = thread(id);
   one.keepUnread = false;
-  let line = null; // first unread message when the conversation was opened, and the number of unread ones
+  let line = null; // {id, n, isRead}: first unread message when the conversation was opened; how many came until all were read
   let newBelow = 0;
   let newest; // last message when it was painted
   let busy = false;
@@ -189,7 +189,7 @@ function conversation(root, id, wanted) {
       const key = item.dayKey ?? dayKey(item.at);
       item.day = key === day ? null : item.at;
       day = key;
-      item.news = line && item.id === line.id ? line.count() : 0;
+      item.news = line && item.id === line.id ? line.n : 0;
       item.broke = breaks.get(item.id) ?? null;
       item.joined = before && !item.day && !item.news && !item.broke && item.from && before.from === item.from && Date.parse(item.at) - Date.parse(before.at) < JOIN_MS;
       before = item;
@@ -211,6 +211,7 @@ function conversation(root, id, wanted) {
 
   function paint() {
     if (!one.loaded) return;
+    countNews();
     const all = items();
     const at = one.ids.lastIndexOf(newest);
     if (at >= 0 && !feed.follow) newBelow += one.ids.slice(at + 1).filter((each) => state.messages.get(each)?.to === PERSON).length;
@@ -248,8 +249,13 @@ function conversation(root, id, wanted) {
 
   function mark() {
     if (!one.firstUnread || !one.unread) return;
-    const first = one.firstUnread;
-    line = { id: first, count: () => Math.max(1, one.ids.slice(one.ids.indexOf(first)).filter((each) => state.messages.get(each)?.to === PERSON).length) };
+    line = { id: one.firstUnread, n: 1, isRead: false };
+  }
+
+  function countNews() {
+    if (!line || line.isRead) return;
+    line.n = Math.max(1, one.ids.slice(one.ids.indexOf(line.id)).filter((each) => state.messages.get(each)?.to === PERSON).length);
+    line.isRead = !one.unread;
   }
 
   async function fetchOlder() {
