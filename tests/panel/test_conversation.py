@@ -465,6 +465,43 @@ async def test_a_file_that_is_still_uploading_moves_to_another_recipient(panel: 
     await expect(page.locator(f"{ui.FEED} .msg-mine")).to_contain_text("a.png")
 
 
+@pytest.mark.check(18)
+@pytest.mark.parametrize("ends", ["meanwhile", "afterwards"])
+async def test_a_file_that_is_still_uploading_stays_with_the_draft_of_its_conversation(
+    panel: Panel, words: Words, ends: str
+) -> None:
+    page = await panel.open(locale=words.locale)
+    may_go, chip, title = asyncio.Event(), page.locator(ui.CHIP), page.get_by_test_id("title")
+
+    async def held(route: Any) -> None:
+        await may_go.wait()
+        await route.continue_()
+
+    await page.route("**/api/v1/artifacts", held)
+    files = [{"name": name, "mimeType": "image/png", "buffer": PNG} for name in ("a.png", "b.png")]
+    await page.set_input_files("input[type=file]", files)  # type: ignore[arg-type]  # a list of dicts is one too
+    await expect(chip).to_have_count(2)
+    await ui.row(page, "bob").click()
+    await expect(title).to_have_text("Bob")
+    await expect(chip).to_have_count(0)
+    if ends == "meanwhile":
+        may_go.set()
+        stored = "() => JSON.parse(localStorage.getItem('coterie.draft.ada'))?.files.length === 2"
+        await page.wait_for_function(stored)
+        await expect(chip).to_have_count(0)
+    await ui.row(page, "ada").click()
+    await expect(title).to_have_text("Ada")
+    await expect(chip).to_contain_text(["a.png", "b.png"])
+    may_go.set()
+    await expect(chip).to_contain_text(["70 B", "70 B"])
+    await page.reload()
+    await expect(chip).to_contain_text(["70 B", "70 B"])
+    await ui.send(page, "Look at these")
+    await eventually(lambda: _said(panel, "Look at these"))
+    (said,) = await panel.sent()
+    assert sorted(one["filename"] for one in said.payload["attachments"]) == ["a.png", "b.png"]
+
+
 async def send_during_upload(panel: Panel, page: Page, text: str) -> asyncio.Event:
     """Send a text with a file whose upload fails when the returned event is set."""
     may_end = asyncio.Event()

@@ -9,12 +9,16 @@ const NEEDS = { image: 'vision', audio: 'audio', file: 'file' };
 
 const percent = (chip) => Math.round(chip.share * 100);
 
-/** Chips that are moved to another agent's composer, by agent. */
+/** Chips that wait for the composer of an agent: moved from another one, or left in it while they were uploaded. */
 const handed = new Map();
 
-/** Calls `changed` whenever a chip changes, and `moveTo(agent)` to move the draft to another agent. */
-export function mountTray(root, agent, changed, moveTo) {
-  let chips = handed.get(agent) ?? [];
+/**
+ * Calls `changed` whenever a chip changes, and `moveTo(agent)` to move the draft to another agent.
+ * `uploaded(artifact)`: the upload of a file ended after the tray was left.
+ */
+export function mountTray(root, agent, changed, moveTo, uploaded) {
+  let chips = [...new Set(['', agent])].flatMap((each) => handed.get(each) ?? []); // '': before the agents were loaded
+  handed.delete('');
   handed.delete(agent);
 
   function add(files) {
@@ -88,8 +92,9 @@ export function mountTray(root, agent, changed, moveTo) {
     waits: false,
     add,
     restore(files) {
+      const known = chips.map((one) => one.artifact?.artifactRef);
       for (const one of files) {
-        if (typeof one?.artifactRef === 'string') chips.push({ name: one.filename ?? '', size: one.size ?? 0, kind: one.type, status: 'ready', share: 1, artifact: one });
+        if (typeof one?.artifactRef === 'string' && !known.includes(one.artifactRef)) chips.push({ name: one.filename ?? '', size: one.size ?? 0, kind: one.type, status: 'ready', share: 1, artifact: one });
       }
       paint();
     },
@@ -106,9 +111,13 @@ export function mountTray(root, agent, changed, moveTo) {
       chips = chips.filter((one) => one.status !== 'ready');
       paint();
     },
+    /** Uploads go on. Returns true if chips wait for the next tray of the agent; otherwise the draft has all of them. */
     leave() {
       end();
-      for (const chip of chips) if (chip.status === 'uploading') chip.cancel?.();
+      if (!chips.some((one) => one.file && one.status !== 'ready')) return false;
+      handed.set(agent, chips);
+      for (const chip of chips) chip.ended = () => chip.status === 'ready' && uploaded(chip.artifact);
+      return true;
     },
   };
   for (const chip of chips) chip.ended = ended;

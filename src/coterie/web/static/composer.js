@@ -13,7 +13,7 @@ import { mountStrip, waitingFor, withdraw } from './waiting.js';
 const LONGEST = 200_000;
 const LONG_PASTE = 20_000; // characters; a longer text is attached instead of inserted
 const MOST_LINES = 2_000; // a text with more lines would freeze the page while it is laid out
-let handedTo = null; // the agent that gets moved files
+const handedTo = new Set(); // agents whose next composer gets moved files, or files that were not uploaded when it was left
 let shown = null; // the composer that is shown: {agent, refill, add, focus}
 const kept = (agent) => `coterie.draft.${agent}`;
 
@@ -203,7 +203,7 @@ export function mountComposer(root, agent) {
       if (!tray?.waits || tray.busy()) return;
       tray.waits = false;
       submit(waitingPlan);
-    }, moveTo);
+    }, moveTo, (artifact) => addToDraft(agent, '', [artifact]));
     if (draft.files.length) tray.restore(draft.files);
     draft.files = [];
     return tray;
@@ -218,7 +218,7 @@ export function mountComposer(root, agent) {
   function moveTo(other) {
     addToDraft(other, draft.text);
     tray.hand(other);
-    handedTo = other;
+    handedTo.add(other);
     localStorage.removeItem(kept(agent));
     left = true;
     go(agentPath(other));
@@ -257,8 +257,7 @@ export function mountComposer(root, agent) {
   }
 
   const drop = dropZone(attach);
-  if (draft.files.length || handedTo === agent) loadTray();
-  handedTo = null;
+  if ([handedTo.delete(agent), handedTo.delete(''), draft.files.length].some(Boolean)) loadTray();
   size();
   paint();
   const ends = [mountStrip(strip, agent), on([`agent:${agent}`, 'agents', 'snapshot', 'questions'], paint), drop];
@@ -273,7 +272,7 @@ export function mountComposer(root, agent) {
       keepDraft();
       left = true;
       shown = null;
-      tray?.leave();
+      if (tray?.leave()) handedTo.add(agent);
       ends.forEach((end) => end());
     },
   };
