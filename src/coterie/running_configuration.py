@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from coterie.artifact_service import ArtifactService
@@ -22,6 +23,15 @@ class SettingsUser(Protocol):
     """The agents at work, which run with the settings."""
 
     async def apply(self, services: ServiceRegistry, config: Config | None = None) -> Sequence[Problem]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigurationHealth:
+    """What is wrong with the owner's files, since they were last read."""
+
+    problems: tuple[Problem, ...] = ()
+    is_applied: bool = True
+    """False: the files could not be read; the settings of before stay in use."""
 
 
 class RunningConfiguration:
@@ -42,6 +52,25 @@ class RunningConfiguration:
         self._lock = asyncio.Lock()
         self._unreadable_version = 0
         """The last version in the database that this process could not read."""
+        self._file_problems: Sequence[Problem] = settings.config.problems
+        """Of coterie.toml, and changes of it that need a restart; without those that the user of the settings finds."""
+        self.health = ConfigurationHealth()
+        self._health_listeners: list[Callable[[ConfigurationHealth], object]] = []
+
+    def subscribe_health(self, listener: Callable[[ConfigurationHealth], object]) -> None:
+        """Call `listener` each time the files are found in another state than before."""
+        self._health_listeners.append(listener)
+
+    def start(self, file_problems: Sequence[Problem], found: Sequence[Problem]) -> None:
+        """Record the problems at the start: of the files, and those that the user of the settings found."""
+        self._file_problems = file_problems
+        self._set_health(ConfigurationHealth((*file_problems, *found)))
+
+    def _set_health(self, health: ConfigurationHealth) -> None:
+        if health != self.health:
+            self.health = health
+            for listener in self._health_listeners:
+                listener(health)
 
     def set_user(self, user: SettingsUser) -> None:
         """Apply later changes to `user`, too."""
@@ -65,11 +94,13 @@ class RunningConfiguration:
     async def reload(self) -> Sequence[Problem]:
         """Read the owner's files again; as `Society.reload`."""
         async with self._lock:
-            require_driver(read_config(self._folder.path).store)
-            problems = (
-                *await self._configuration.synchronize(),
-                *await self._apply(await self._configuration.load()),
-            )
+            try:
+                require_driver(read_config(self._folder.path).store)
+                synchronized = await self._configuration.synchronize()
+                problems = await self._apply(await self._configuration.load(), synchronized)
+            except ConfigError as error:
+                self._set_health(ConfigurationHealth(error.problems, is_applied=False))
+                raise
         self._on_change()
         log.info("configuration reloaded; %d problems", len(problems))
         return problems
@@ -82,7 +113,9 @@ class RunningConfiguration:
         async with self._lock:
             services = ServiceRegistry.parse(self._configuration.services_json(), self._folder.path)
             if self._user:
-                await self._user.apply(services)
+                found = await self._user.apply(services)
+                if self.health.is_applied:
+                    self._set_health(ConfigurationHealth((*self._file_problems, *found)))
         self._on_change()
 
     async def follow(self) -> None:
@@ -102,6 +135,7 @@ class RunningConfiguration:
                 if version != self._unreadable_version:
                     log.warning("version %d of the configuration cannot be read and is not applied: %s", version, error)
                 self._unreadable_version = version
+                self._set_health(ConfigurationHealth(error.problems, is_applied=False))
                 return
             problems = await self._apply(settings)
         self._on_change()
@@ -113,7 +147,8 @@ class RunningConfiguration:
         if seen and seen > max(int(self.settings.version), self._unreadable_version):
             await self.follow()
 
-    async def _apply(self, settings: Settings) -> Sequence[Problem]:
+    async def _apply(self, settings: Settings, synchronized: Sequence[Problem] = ()) -> Sequence[Problem]:
+        """Returns all problems; `synchronized` are those found before."""
         config, before = settings.config, {entry.id: entry for entry in self.config.all_agents}
         changed = [agent_of(entry) for entry in config.all_agents if before.pop(entry.id, None) != entry]
         has_files = not is_shared(self.config)  # a shared store has agents and limits from the same transaction
@@ -129,7 +164,9 @@ class RunningConfiguration:
         if has_files:
             # Their events are sent now that their profiles are in place. Those left in `before` were removed.
             await self._store.add_agents([*changed, *map(agent_of, before.values())])
-        return (*config.problems, *pending, *applied)
+        self._file_problems = (*synchronized, *config.problems, *pending)
+        self._set_health(ConfigurationHealth((*self._file_problems, *applied)))
+        return self.health.problems
 
 
 def max_file_bytes(config: Config) -> int:

@@ -636,6 +636,7 @@ class Society:
             self._relay.start()
         if runtime:
             await runtime.start(run_turns=run_turns)
+            self.configuration.start((*self._file_problems, *self.config.problems), runtime.problems)
         self._runtime = runtime
         self.retention.start()
         self._indexer.start()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from playwright.async_api import Page, expect
+from playwright.async_api import Browser, Page, expect
 
 from coterie.testing import Calls, ModelServer, Says, Status
 from tests.agent.stage import Bell
 from tests.panel import ui
-from tests.panel.harness import PHONE, Panel, eventually, options_of
+from tests.panel.harness import AGENTS, PHONE, Panel, eventually, open_panel, options_of
 from tests.panel.test_conversation import PNG
 from tests.panel.words import Words
 
@@ -32,6 +33,51 @@ async def test_open_questions_can_be_answered_in_the_inbox(panel: Panel) -> None
     await expect(options_of(page, older).nth(1)).to_be_focused()
     fresh = await panel.send_as_agent("Newest?", "e", by="seer")
     await expect(cards.first).to_have_attribute("data-message-id", fresh)
+
+
+async def test_an_error_in_the_configuration_is_shown_until_it_is_mended(panel: Panel, words: Words) -> None:
+    setup = await panel.open("#/setup", locale=words.locale)
+    talk = await panel.open("#/a/ada", locale=words.locale)
+    panel.allow("422")
+    file = panel.stage.folder / "coterie.toml"
+    before, reload = file.read_text(), setup.get_by_role("button", name=words("setupReload"))
+    file.write_text(f"{before}\n[server\n")
+    line = before.count("\n") + 2
+    await reload.click()
+    for page in (setup, talk):
+        notice = page.get_by_test_id("banner-configuration")
+        await expect(notice).to_contain_text(words("configRefused"))
+        await expect(notice).to_contain_text(
+            f"coterie.toml: cannot be read: Expected ']' at the end of a table declaration (at line {line}"
+        )
+        await page.reload()
+        await expect(notice).to_contain_text(f"at line {line}")
+    await expect(setup.locator(".inline-error")).to_contain_text(f"at line {line}")
+
+    file.write_text(f"{before}\n[limits]\ntool_seconds = 0\n")
+    await reload.click()
+    for page in (setup, talk):
+        notice = page.get_by_test_id("banner-configuration")
+        await expect(notice).to_contain_text("coterie.toml: limits.tool_seconds: expected a whole number")
+
+    file.write_text(before)
+    await reload.click()
+    for page in (setup, talk):
+        await expect(page.get_by_test_id("banner-configuration")).to_have_count(0)
+
+
+async def test_a_problem_in_the_configuration_is_shown_from_the_start(browser: Browser, tmp_path: Path) -> None:
+    agents = AGENTS + '[agents.cat]\nname = "Cat"\nservice = "nowhere"\n'
+    async with open_panel(tmp_path, browser, agents=agents) as panel:
+        page = await panel.open()
+        notice = page.get_by_test_id("banner-configuration")
+        await expect(notice).to_contain_text("The configuration has a problem:")
+        await expect(notice).to_contain_text("nowhere")
+        file = panel.stage.folder / "coterie.toml"
+        file.write_text(file.read_text().replace('service = "nowhere"\n', ""))
+        await panel.society.reload()
+        await expect(notice).to_have_count(0)
+        assert await panel.errors() == []
 
 
 async def test_a_key_for_a_program_is_made_shown_once_and_revoked(panel: Panel) -> None:

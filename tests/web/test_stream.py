@@ -102,6 +102,7 @@ async def test_the_first_event_is_hello_with_the_position_of_the_stream(hub: Hub
     assert hello.kind == "hello" and hello.id == f"{hub.epoch}.{seq}"
     assert hello.data == {
         "epoch": hub.epoch, "seq": seq, "serverTime": "2030-01-01T00:00:00.000Z", "pingMs": 15000,
+        "configuration": {"applied": True, "problems": []},
     }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from coterie.agent.context import QUARANTINED_NOTE
 from coterie.clock import to_rfc3339
 from coterie.errors import CoterieError, Problem
 from coterie.llm.service import INFERRED
+from coterie.running_configuration import ConfigurationHealth
 from coterie.society import Society
 from coterie.text import one_line
 from coterie.turn_store import HistoryRow
@@ -50,6 +51,17 @@ class ErrorPlace(Schema):
     @classmethod
     def of_all(cls, problems: Sequence[Problem]) -> list[Self]:
         return [cls(place=problem.location, message=problem.message) for problem in problems]
+
+
+class ConfigurationState(Schema):
+    """The owner's files as they were last read."""
+
+    applied: Annotated[bool, Meta(description="False: they could not be read. The settings of before stay in use.")]
+    problems: list[ErrorPlace]
+
+    @classmethod
+    def of(cls, health: ConfigurationHealth) -> Self:
+        return cls(applied=health.is_applied, problems=ErrorPlace.of_all(health.problems))
 
 
 class Answer(Schema):

@@ -22,12 +22,14 @@ from starlette.types import Receive, Scope, Send
 from coterie.clock import Clock, to_rfc3339
 from coterie.errors import Lagged
 from coterie.live import PROGRESS_INTERVAL, CallProgress, LiveReplies, LiveReply
+from coterie.running_configuration import ConfigurationHealth
 from coterie.society import Society
 from coterie.supervision import supervise
 from coterie.web.connections import HANG_UP, wait_for_disconnect
 from coterie.web.event_payloads import EventSerializer, frame, has_frame
 from coterie.web.openapi import COMMON_PROBLEMS
 from coterie.web.routing import API, Header, Id, Query, Router
+from coterie.web.schemas import ConfigurationState
 from coterie.web.task_events import CHUNK, GATHER, ChangedTasks, changed_tasks, recently_changed, task_frames
 
 Write = Callable[[bytes], Awaitable[None]]
@@ -171,6 +173,7 @@ class Hub:
         self._has_progress = asyncio.Event()
         live.subscribe(self._on_draft)
         live.subscribe_progress(self._on_progress)
+        society.configuration.subscribe_health(self._on_health)
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -281,6 +284,7 @@ class Hub:
             "seq": seen,
             "serverTime": to_rfc3339(self._clock.now()),
             "pingMs": PING_INTERVAL // timedelta(milliseconds=1),
+            "configuration": ConfigurationState.of(self._society.configuration.health),
         }
         hello = frame("hello", data, f"{self.epoch}.{seen}")
         return hello if reset_reason is None else hello + frame("reset", {"reason": reset_reason})
@@ -393,6 +397,11 @@ class Hub:
                 for client in self._live_clients():
                     client.put(data)
             await self._clock.wait(self._never, PROGRESS_INTERVAL)
+
+    def _on_health(self, health: ConfigurationHealth) -> None:
+        data = frame("configuration.state", ConfigurationState.of(health).to_dict())
+        for client in self._live_clients():
+            client.put(data)
 
     async def _send_pings(self) -> None:
         while self.clients:

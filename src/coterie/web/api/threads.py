@@ -36,6 +36,7 @@ from coterie.web.schemas import (
     EMPTY_LIST,
     Agent,
     ClearedThread,
+    ConfigurationState,
     Message,
     MessagePage,
     ReadCount,
@@ -75,6 +76,7 @@ class Snapshot(Schema):
     open_question_count: int
     tasks: Annotated[list[Task], Meta(description="Those that work or wait for the person, newest first, at most 50.")]
     task_count: int
+    configuration: ConfigurationState
 
 
 class Usage(Schema, kw_only=True):
@@ -209,6 +211,7 @@ async def get_snapshot(society: SocietyDep, clock: ClockDep) -> Snapshot:
         open_question_count=snapshot.question_count,
         tasks=[Task.of(society, task) for task in snapshot.tasks],
         task_count=snapshot.task_count,
+        configuration=ConfigurationState.of(society.configuration.health),
     )
 
 

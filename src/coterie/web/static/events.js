@@ -25,6 +25,10 @@ const HANDLERS = {
     state.allPaused = paused;
     touch('society');
   },
+  'configuration.state': ({ applied, problems }) => {
+    state.configuration = { applied, problems };
+    touch('society');
+  },
   unread,
   'task.changed': tasked,
   'draft.started': drafted,

@@ -133,6 +133,14 @@ function banners() {
     told.push(h('p', { class: 'banner banner-warn', 'data-testid': 'banner-paused' }, h('span', { class: 'banner-text' }, t('allPaused')),
       button({ class: 'text-btn', onclick: () => post('/resume').catch(oops) }, t('resumeAll'))));
   }
+  const { applied, problems } = state.configuration;
+  if (problems.length) {
+    const what = t(applied ? 'configProblems' : 'configRefused');
+    const [{ place, message }] = problems;
+    told.push(h('p', { class: 'banner banner-warn', 'data-testid': 'banner-configuration' },
+      h('span', { class: 'banner-text' }, what, ' ', h('bdi', {}, `${place}: ${message.slice(0, 240)}`), problems.length > 1 && ` ${t('moreProblems', { n: problems.length - 1 })}`),
+      h('a', { href: '#/setup' }, t('setup'))));
+  }
   const tour = [...state.agents.values()].some(isScripted);
   if (tour) {
     told.push(h('p', { class: 'banner banner-tour', 'data-testid': 'banner-tour' },

@@ -18,6 +18,7 @@ export const state = {
   queues: new Map(), // agent -> ids in FIFO order
   delayed: new Map(), // id -> message
   allPaused: false, // the whole society
+  configuration: { applied: true, problems: [] }, // the owner's files as the server last read them
   paused: new Map(), // id -> recurring message that is paused
   questions: new Set(), // ids of open questions to the person
   drafts: new Map(), // draftId -> {id, agent, text, stopped, outcome}
@@ -359,7 +360,7 @@ export async function snapshotRead() {
 
 async function readSnapshot() {
   const seen = await get('/snapshot');
-  Object.assign(state, { epoch: seen.epoch, seq: seen.seq, allPaused: seen.paused, skew: Date.parse(seen.serverTime) - Date.now() });
+  Object.assign(state, { epoch: seen.epoch, seq: seen.seq, allPaused: seen.paused, configuration: seen.configuration, skew: Date.parse(seen.serverTime) - Date.now() });
   state.agents = new Map(seen.agents.map((one) => [one.id, one]));
   early.clear();
   if (seen.threads.length >= seen.threadCount) for (const one of state.threads.values()) Object.assign(one, { last: null, unread: 0, firstUnread: null });

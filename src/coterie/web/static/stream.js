@@ -164,7 +164,7 @@ async function inOrder({ kind, id, data }) {
   await snapshotRead();
   if (kind === 'hello') {
     if (data.epoch !== state.epoch || data.seq > state.seq) await fromSnapshot();
-    return;
+    return apply('configuration.state', data.configuration);
   }
   if (kind === 'reset') return fromSnapshot();
   if (kind === 'position') return data.epoch === state.epoch && data.seq > state.seq && fromSnapshot(); // a new tab missed events while it loaded

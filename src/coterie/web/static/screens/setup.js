@@ -56,7 +56,7 @@ export function render(root) {
   showStorage(stored);
   showPrograms(programs);
   // The snapshot brings agents' names; do not redraw a form in use.
-  const stop = on('snapshot', () => seen && !form.firstChild && draw());
+  const stop = on(['snapshot', 'society'], () => seen && !form.firstChild && draw());
   return () => {
     gone = true;
     stop();
@@ -69,17 +69,18 @@ async function reload(load) {
     toast({ text: problems.length ? t('setupReloadedProblems', { n: problems.length }) : t('setupReloaded') });
     await Promise.all([load(), resync()]);
   } catch (error) {
-    oops(error);
+    if (error.code === 'config_invalid') toast({ kind: 'error', text: t('configRefused') }); // the reasons are shown above
+    else oops(error);
   }
 }
 
 // Configured services
 
-function services({ items, problems }, doing) {
+function services({ items }, doing) {
   return section(
     'setup-services',
     t('setupServices'),
-    problems.map((one) => h('p', { class: 'inline-error', dir: 'auto', text: `${one.place}: ${one.message}` })),
+    state.configuration.problems.map((one) => h('p', { class: 'inline-error', dir: 'auto', text: `${one.place}: ${one.message}` })),
     items.map((one) => card(one, doing)),
   );
 }
