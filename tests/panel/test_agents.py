@@ -148,6 +148,26 @@ async def test_the_page_of_an_agent_tells_what_it_is_has_and_remembers(panel: Pa
     await expect(page.get_by_test_id("memory")).to_contain_text("You are Ada")
 
 
+async def test_an_undelivered_message_is_marked_at_once_on_every_screen(panel: Panel, words: Words) -> None:
+    talk = await panel.open("#/a/bob", locale=words.locale)
+    timeline = await panel.open("#/timeline", locale=words.locale)
+    dead = await panel.open("#/dead", locale=words.locale)
+    await expect(dead.locator("main")).to_contain_text(words("deadNone"))
+    await panel.society.pause("bob")
+    await ui.send(talk, "Read me")
+    await expect(talk.locator(ui.WAITING)).to_contain_text("Read me")
+    await expect(timeline.locator(".item", has_text="Read me")).to_contain_text(words("state_pending"))
+
+    await panel.society.terminate_agent("bob")
+    for page in (talk, timeline):
+        row = page.locator("main").locator("article, .item").filter(has_text="Read me")
+        await expect(row).to_contain_text(words("state_dead"))
+    await expect(dead.locator(".item", has_text="Read me")).to_contain_text(words("dead_recipient_terminated"))
+    await talk.reload()
+    await expect(ui.messages(talk)).to_contain_text("Read me")
+    await expect(talk.get_by_test_id("undelivered")).to_have_text(words("state_dead"))
+
+
 async def test_undelivered_messages_are_sent_again_or_deleted(panel: Panel, words: Words) -> None:
     await panel.society.pause("bob")
     for text in ("Keep me", "Drop me"):

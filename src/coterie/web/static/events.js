@@ -90,7 +90,7 @@ function updated(data) {
   }
   const message = keep(data.message);
   settle(message);
-  if (message.state === 'withdrawn' || message.state === 'dead') part(message);
+  if (message.state === 'withdrawn') part(message);
   else join(message);
   setOpen(message);
   touch(`message:${message.id}`);

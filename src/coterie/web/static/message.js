@@ -88,7 +88,8 @@ export function messageView(item, acts) {
           button({ class: 'text-btn', onclick: () => acts.edit(message) }, t('edit')),
           button({ class: 'text-btn danger', onclick: () => acts.drop(message) }, t('remove')));
       } else parts.push(t(message.unsure ? 'unsure' : status === 'sending' ? 'sending' : 'delivered'));
-    } else if (mine) parts.push(message.state === 'taken' ? t('taken') : message.state === 'delayed' ? t('scheduled', { time: dayAndTime(message.deliverAt) }) : t('delivered'));
+    } else if (message.state === 'dead') parts.push(h('span', { class: 'bad', 'data-testid': 'undelivered' }, t('state_dead')));
+    else if (mine) parts.push(message.state === 'taken' ? t('taken') : message.state === 'delayed' ? t('scheduled', { time: dayAndTime(message.deliverAt) }) : t('delivered'));
     if (message.stopped) parts.push(h('span', { class: 'warn', 'data-testid': 'stopped' }, t(message.payload.text ? 'replyStopped' : 'replyStoppedEarly')));
     if (message.cutOff) {
       parts.push(h('span', { class: 'warn', 'data-testid': 'cut-off' }, t(`cutOff_${message.cutOff}`)));

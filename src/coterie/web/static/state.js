@@ -217,7 +217,7 @@ export function keep(message) {
 /** Inserts a delivered message into its conversation, in order and only once. */
 export function join(message) {
   const id = threadOf(message);
-  if (!id || !message.deliveredAt || message.state === 'withdrawn' || message.state === 'dead') return;
+  if (!id || !message.deliveredAt || message.state === 'withdrawn') return;
   const one = thread(id);
   if (!one.last || one.last.deliveredAt <= message.deliveredAt) one.last = message;
   if (one.loaded && !one.ids.includes(message.id)) {

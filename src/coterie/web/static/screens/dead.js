@@ -5,8 +5,10 @@ import { button, empty, fill, h } from '../dom.js';
 import { dayAndTime, t } from '../i18n.js';
 import { who } from '../message.js';
 import { toast } from '../notices.js';
-import { on, plainText } from '../state.js';
+import { on, plainText, watchers } from '../state.js';
 import { busy, confirm, failed } from './parts.js';
+
+const SOON_MS = 200; // one request for many messages
 
 export function render(root) {
   const list = h('ul', { class: 'items', 'aria-label': t('dead') });
@@ -50,8 +52,19 @@ export function render(root) {
   fill(root, h('p', { class: 'meta', text: t('deadHow') }), list, foot);
   load();
   const end = on('snapshot', () => load());
+  let soon = null;
+  const watch = (kind, data) => {
+    if (!kind.startsWith('message.') || !(data.message?.state === 'dead' || items.has(data.id))) return;
+    soon ??= setTimeout(() => {
+      soon = null;
+      load();
+    }, SOON_MS);
+  };
+  watchers.add(watch);
   return () => {
     gone = true;
+    clearTimeout(soon);
+    watchers.delete(watch);
     end();
   };
 }
