@@ -344,32 +344,32 @@ class Step(Struct, frozen=True, gc=False):
 def reduce(turn: Turn, event: Event) -> Step:
     """Decide what is stored and done after `event`."""
     step = _decide(turn, event)
-    if turn.society_paused and not isinstance(step.action, Rest):
-        return _suspend(step)
-    return step
+    return _suspend(step) if turn.society_paused and not isinstance(step.action, Rest) else step
 
 
 def _suspend(step: Step) -> Step:
     """Return the step without its action: the writes stay, a call that was to start stays planned."""
-    state: Literal["tools", "llm"] = "tools" if isinstance(step.action, RunCall) else "llm"
     writes = [
         write for write in step.writes
         if not isinstance(write, SetState) and not (isinstance(write, SetCallState) and write.state == "started")
     ]  # fmt: skip
-    return Step((*writes, SetState(state=state, delay=timedelta(0), is_suspended=True)), Rest())
+    is_call = isinstance(step.action, RunCall)
+    state = SetState(state="tools" if is_call else "llm", delay=timedelta(0), is_suspended=True)
+    return Step((*writes, state), Rest())
 
 
 def _decide(turn: Turn, event: Event) -> Step:
     match event:
         case ModelAnswered() | ModelFailed() if turn.answers_back:
             return _answer_back(turn, event)
-        case ModelAnswered(calls=()):
-            reply = SendReply(event.text, attachments=event.attachments, cut_off=event.cut_off)
-            return _finish(turn, AppendText(event.text), reply)
+        case ModelAnswered(text=text, calls=()):
+            reply = SendReply(text, attachments=event.attachments, cut_off=event.cut_off)
+            return _finish(turn, AppendText(text), reply)
         case ModelAnswered():
             return _begin_plan(turn, Plan(text=event.text, calls=event.calls))
         case CallEnded(index=index):
-            return _continue_plan(turn, SetCallState(index, _end_state(event), event.result, event.attachments))
+            state: CallState = "unknown" if event.is_outcome_unknown else "done" if event.ok else "failed"
+            return _continue_plan(turn, SetCallState(index, state, event.result, event.attachments))
         case ToolRulesChanged():
             return _apply_changed_rules(turn, event)
         case ApprovalDecided(approved=approved):
@@ -450,13 +450,11 @@ def may_cut(rules: Rules, mode: InterruptMode | None, cuts: int) -> bool:
 def _cut(turn: Turn, event: Interrupted) -> Step:
     """Withdraw the unfinished answer, take the mail and ask again. The cutting message may be withdrawn by now."""
     cut = (WithdrawPlan(Plan(text=event.partial_text, calls=()), _interrupting_id(turn)),) if event.service else ()
-    mail = (TakeMail(),) if turn.has_mail else ()
     if turn.plan is None or not turn.has_mail:
-        return Step((*cut, *mail), AskModel())
+        return Step((*cut, *_take_mail(turn)), AskModel())
     if not is_interrupted(turn):  # the next claim finds the decision, or the next question
         return Step((*cut, _await_approval(turn)), Rest())
-    step = _interrupt(turn, turn.plan)
-    return Step((*cut, *step.writes), step.action)
+    return _interrupt(turn, turn.plan, *cut)
 
 
 def _begin_plan(turn: Turn, plan: Plan) -> Step:
@@ -475,8 +473,7 @@ def _begin_plan(turn: Turn, plan: Plan) -> Step:
 def _interrupting_id(turn: Turn) -> str | None:
     """Id of the first message from a person, else of the first message."""
     messages = [message for message in turn.mail if not message.is_echo]
-    first = messages[0].id if messages else None
-    return next((message.id for message in messages if message.is_from_person), first)
+    return min(messages, key=lambda message: not message.is_from_person).id if messages else None
 
 
 def _count_withdrawals(turn: Turn) -> int:
@@ -490,16 +487,7 @@ def _continue_plan(turn: Turn, change: SetCallState) -> Step:
     plan = turn.plan.with_state(change.index, change.state, change.result, change.attachments)
     if plan.next_index() is None:
         return _close(turn, plan, change)
-    if is_interrupted(turn):
-        closed = plan.close_remaining(INTERRUPTED_RESULT)
-        return _close(turn, closed, change, interrupted_by=_interrupting_id(turn))
-    return _start_next(plan, change)
-
-
-def _end_state(event: CallEnded) -> CallState:
-    if event.is_outcome_unknown:
-        return "unknown"
-    return "done" if event.ok else "failed"
+    return _interrupt(turn, plan, change) if is_interrupted(turn) else _start_next(plan, change)
 
 
 def _apply_changed_rules(turn: Turn, event: ToolRulesChanged) -> Step:
@@ -518,9 +506,8 @@ def _apply_changed_rules(turn: Turn, event: ToolRulesChanged) -> Step:
 
 
 def _request_approval(index: int, *before: Write, file: ArgumentsFile | None = None) -> Step:
-    return Step(
-        (*before, SetCallState(index, "gated"), RequestApproval(index, file), SetState(state="wait_approval")), Rest()
-    )
+    writes = SetCallState(index, "gated"), RequestApproval(index, file), SetState(state="wait_approval")
+    return Step((*before, *writes), Rest())
 
 
 def _start_next(plan: Plan, *before: Write) -> Step:
@@ -540,10 +527,13 @@ def _start_next(plan: Plan, *before: Write) -> Step:
 
 def _close(turn: Turn, plan: Plan, *before: Write, withdrawals: int = 0, interrupted_by: str | None = None) -> Step:
     """Append the whole group to the history, then the waiting mail, and ask the model."""
-    mail = (TakeMail(),) if turn.has_mail else ()
     counters = SetCounters(withdrawals=withdrawals, rounds=turn.rounds)
     group = AppendCallGroup(plan, interrupted_by)
-    return Step((*before, group, *mail, counters, SetState(state="llm")), AskModel())
+    return Step((*before, group, *_take_mail(turn), counters, SetState(state="llm")), AskModel())
+
+
+def _take_mail(turn: Turn) -> tuple[TakeMail, ...]:
+    return (TakeMail(),) if turn.has_mail else ()
 
 
 def _apply_approval(turn: Turn, approved: bool) -> Step:
@@ -572,12 +562,12 @@ def _await_approval(turn: Turn) -> SetState:
     return SetState(state="wait_approval", delay=timedelta(0) if turn.has_mail else None)
 
 
-def _interrupt(turn: Turn, plan: Plan) -> Step:
-    """Mail came while a call waited for approval: cancel all calls that have not run."""
+def _interrupt(turn: Turn, plan: Plan, *before: Write) -> Step:
+    """Cancel all calls that have not run, because mail came."""
     closed = plan.close_remaining(INTERRUPTED_RESULT)
     has_run = any(call.state != "cancelled" for call in closed.calls)
     withdrawals = 0 if has_run else _count_withdrawals(turn)
-    return _close(turn, closed, withdrawals=withdrawals, interrupted_by=_interrupting_id(turn))
+    return _close(turn, closed, *before, withdrawals=withdrawals, interrupted_by=_interrupting_id(turn))
 
 
 def _finish(turn: Turn, *last: Write) -> Step:
@@ -588,16 +578,15 @@ def _finish(turn: Turn, *last: Write) -> Step:
 
 
 def _resume(turn: Turn) -> Step:
+    ask = Step((*_take_mail(turn), SetState(state="llm")), AskModel())
     if turn.plan is None:
-        mail = (TakeMail(),) if turn.has_mail else ()
-        return Step((*mail, SetState(state="llm")), AskModel())
+        return ask
     index = turn.plan.started_index()
     if index is None:
         if is_interrupted(turn):
             return _interrupt(turn, turn.plan)
         if turn.answers_back or (turn.plan.awaiting_approval() and any(message.asks_back for message in turn.mail)):
-            mail = (TakeMail(),) if turn.has_mail else ()
-            return Step((*mail, SetState(state="llm")), AskModel())
+            return ask
         return _start_next(turn.plan)
     started, has_interruption = turn.plan.calls[index], is_interrupted(turn)
     if has_interruption and started.call.name == SEND_MESSAGE_TOOL:
@@ -610,12 +599,16 @@ def _resume(turn: Turn) -> Step:
 
 
 def _stop(turn: Turn, stopped: Stopped) -> Step:
-    text, plan = stopped.partial_text, turn.plan
+    text = stopped.partial_text
     reply = SendReply(text, is_partial=True, attachments=stopped.attachments, asks_back=turn.answers_back)
     writes = (AppendText(text), reply) if text else ()
-    if plan is not None:
-        return _finish(turn, *writes, AppendCallGroup(plan.close_remaining(STOPPED_RESULT)))
-    return _finish(turn, *(writes or (reply,)))  # a reply without text marks the stop for the person
+    # Without text and plan, an empty reply marks the stop for the person.
+    return _finish(turn, *((*writes, *_close_plan(turn, STOPPED_RESULT)) or (reply,)))
+
+
+def _close_plan(turn: Turn, result: str) -> tuple[AppendCallGroup, ...]:
+    """Append the open plan, if there is one. Calls that did not run get `result`."""
+    return (AppendCallGroup(turn.plan.close_remaining(result)),) if turn.plan else ()
 
 
 def _drop_task(turn: Turn) -> Step:
@@ -623,21 +616,19 @@ def _drop_task(turn: Turn) -> Step:
 
     A paused agent does so when it is resumed: no step of it runs any more, and only the state `llm` would be claimed.
     """
-    group = (AppendCallGroup(turn.plan.close_remaining(STOPPED_RESULT)),) if turn.plan else ()
-    state: Literal["wait_retry", "llm"] = "wait_retry" if turn.hold else "llm"
-    return Step((*group, SetState(state=state, delay=timedelta(0), is_suspended=True)), Rest())
+    state = SetState(state="wait_retry" if turn.hold else "llm", delay=timedelta(0), is_suspended=True)
+    return Step((*_close_plan(turn, STOPPED_RESULT), state), Rest())
 
 
 def _abort(turn: Turn, reason: str) -> Step:
-    group = (AppendCallGroup(turn.plan.close_remaining(INTERRUPTED_RESULT)),) if turn.plan else ()
-    return _finish(turn, *group, AppendText(f"[turn aborted: {reason}]"), Quarantine(), _error_reply(reason, "crash"))
+    closed, text = _close_plan(turn, INTERRUPTED_RESULT), AppendText(f"[turn aborted: {reason}]")
+    return _finish(turn, *closed, text, Quarantine(), _error_reply(reason, "crash"))
 
 
 def _terminate(turn: Turn) -> Step:
     """Close the open plan and send an error reply. Waiting mail is not taken."""
-    group = (AppendCallGroup(turn.plan.close_remaining(STOPPED_RESULT)),) if turn.plan else ()
     reply = _error_reply("It was terminated before it could answer.", "terminated")
-    return Step((*group, reply, SetState(state="terminated")), Rest())
+    return Step((*_close_plan(turn, STOPPED_RESULT), reply, SetState(state="terminated")), Rest())
 
 
 def _fail(turn: Turn, failure: ModelFailed) -> Step:
