@@ -13,8 +13,7 @@ from starlette.routing import Route
 
 from coterie.clock import Clock, SystemClock
 from coterie.society import Society
-from coterie.task_stream import TaskStreams
-from coterie.task_watch import TaskWatch
+from coterie.task_following import TaskStreams, TaskWatch
 from coterie.web import auth, metrics, openai, static_files
 from coterie.web.a2a import door as a2a_door
 from coterie.web.addresses import Addresses, ClientAddresses, addresses

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from coterie.clock import Clock
 from coterie.society import Society
-from coterie.task_watch import TaskWatch
+from coterie.task_following import TaskWatch
 from coterie.web.a2a.push import PushSender
 from coterie.web.auth import caller_of
 from coterie.web.caller_scope import CallerScope

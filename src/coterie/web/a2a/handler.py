@@ -32,8 +32,7 @@ from coterie.ids import id_for, keyed_id, new_id
 from coterie.messages import PERSON, Message, Receipt
 from coterie.push_configs import PushConfig, is_allowed
 from coterie.society import Society
-from coterie.task_follower import TaskFollower, TaskProgress, find_shared_answer, is_open_question
-from coterie.task_watch import TaskWatch
+from coterie.task_following import TaskFollower, TaskProgress, TaskWatch, find_shared_answer, is_open_question
 from coterie.tasks import MessageNode, Task, TaskState, TaskTree
 from coterie.web.a2a.cards import Cards
 from coterie.web.caller_scope import CallerScope

@@ -20,8 +20,7 @@ from coterie.clock import Clock
 from coterie.errors import Refused, StoreError
 from coterie.messages import PERSON, Message, thread_of
 from coterie.society import Society
-from coterie.task_follower import TaskFollower, TaskOutcome, TaskProgress, is_open_question
-from coterie.task_watch import TaskWatch
+from coterie.task_following import TaskFollower, TaskOutcome, TaskProgress, TaskWatch, is_open_question
 from coterie.web.caller_scope import CallerScope
 from coterie.web.mcp.tools import DEFAULT_WAIT_SECONDS, AnswerQuestion, Send, sent_result
 

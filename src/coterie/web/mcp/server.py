@@ -30,7 +30,7 @@ from coterie.clock import Clock
 from coterie.errors import Refused, StoreError
 from coterie.messages import PERSON, Message
 from coterie.society import Society
-from coterie.task_watch import TaskWatch
+from coterie.task_following import TaskWatch
 from coterie.web import schemas, task_schemas
 from coterie.web.auth import caller_of
 from coterie.web.caller_scope import CallerScope

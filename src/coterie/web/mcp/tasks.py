@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from coterie.clock import to_rfc3339
 from coterie.errors import Refused
 from coterie.messages import Message
-from coterie.task_follower import TaskOutcome
+from coterie.task_following import TaskOutcome
 from coterie.web.mcp.calls import Call, WaitingCalls, answerable, elicitation
 from coterie.web.mcp.tools import sent_result
 

@@ -17,7 +17,7 @@ from coterie.clock import to_rfc3339
 from coterie.errors import Refused
 from coterie.llm.service import Direction
 from coterie.messages import MAX_QUICK_REPLIES
-from coterie.task_follower import TaskOutcome, is_open_question
+from coterie.task_following import TaskOutcome, is_open_question
 from coterie.tasks import TaskState
 from coterie.web import schemas, task_schemas
 

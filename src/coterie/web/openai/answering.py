@@ -16,8 +16,7 @@ from starlette.types import Receive, Scope, Send
 from coterie.errors import CoterieError, Refused
 from coterie.messages import SYSTEM, Message, Receipt
 from coterie.society import Society
-from coterie.task_follower import find_shared_answer
-from coterie.task_stream import Ended, Piece, Said, TaskStream, TaskStreams
+from coterie.task_following import Ended, Piece, Said, TaskStream, TaskStreams, find_shared_answer
 from coterie.tasks import Task
 from coterie.web.connections import wait_for_disconnect
 from coterie.web.errors import RequestRejected

@@ -25,7 +25,7 @@ from coterie.errors import Refused
 from coterie.ids import id_for, keyed_id
 from coterie.messages import PERSON, Message, Receipt, make_envelope
 from coterie.society import Society
-from coterie.task_stream import TaskStream
+from coterie.task_following import TaskStream
 from coterie.text import to_storable
 from coterie.web.auth import Caller
 from coterie.web.errors import RequestRejected

@@ -13,7 +13,7 @@ from coterie.clock import to_ms
 from coterie.errors import Refused
 from coterie.messages import Message, Receipt
 from coterie.society import Society
-from coterie.task_stream import Delta, Piece, Progress, Said, Silence, Superseded, TaskStream, TaskStreams
+from coterie.task_following import Delta, Piece, Progress, Said, Silence, Superseded, TaskStream, TaskStreams
 from coterie.tasks import Task
 from coterie.web.auth import Caller, CallerDep, caller_of
 from coterie.web.errors import OPENAI
