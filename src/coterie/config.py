@@ -23,7 +23,8 @@ from coterie.agents import AGENT_ID, MAX_DESCRIPTION, MAX_INITIALS, MAX_ROLE, Ag
 from coterie.answer_schema import WrongSchema, is_schema_text, read_answer_schema
 from coterie.errors import ConfigError, Problem, StoreUnusable
 from coterie.files import write_private
-from coterie.llm.sampling import MAX_TEMPERATURE, check_effort, check_extra_body, is_number
+from coterie.llm.json_node import is_number
+from coterie.llm.service import MAX_TEMPERATURE, check_effort, check_extra_body
 from coterie.messages import RESERVED_IDS
 from coterie.push_configs import is_allowed
 from coterie.store_url import SQLITE, is_postgres_url

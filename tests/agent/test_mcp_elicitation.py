@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from mcp.types import ElicitRequestFormParams, ElicitRequestURLParams, ElicitResult
 
-from coterie.agent.mcp_elicitation import answer_elicitation
+from coterie.agent.mcp_requests import answer_elicitation
 
 
 class Person:

@@ -32,8 +32,7 @@ from coterie.agent.mcp_connection import (
     NotRun,
     resolve_server,
 )
-from coterie.agent.mcp_elicitation import answer_elicitation
-from coterie.agent.mcp_sampling import Sampler
+from coterie.agent.mcp_requests import Sampler, answer_elicitation
 from coterie.agent.tools import OnLoop, Tool, ToolContext, ToolResult, error_result, unknown_result
 from coterie.artifacts import Artifact
 from coterie.clock import Clock

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from coterie.agent.child_process import PROGRAM
-from coterie.agent.mcp_sampling import REFUSED
+from coterie.agent.mcp_requests import REFUSED
 from coterie.agent.mcp_stderr import StderrLog
 from coterie.clock import Clock
 from coterie.errors import CoterieError

@@ -22,17 +22,19 @@ from coterie.errors import ConfigError, Problem
 from coterie.files import is_readable_by_others, write_private
 from coterie.llm.json_node import JsonNode, describe_value, find_typo
 from coterie.llm.price import Price, read_price
-from coterie.llm.sampling import MAX_TEMPERATURE, check_effort, check_extra_body
 from coterie.llm.service import (
     DEFAULT_TIMEOUT,
     DEFAULT_TOTAL_TIMEOUT,
     INFERRED,
+    MAX_TEMPERATURE,
     STANDARD_CAPABILITIES,
     Capabilities,
     Deadlines,
     Direction,
     Sampling,
     UnknownService,
+    check_effort,
+    check_extra_body,
 )
 from coterie.redaction import mask
 from coterie.text import closest_match, one_line, to_storable

@@ -6,9 +6,9 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeGuard
 
 from coterie.errors import Problem
-from coterie.llm.sampling import is_number
 from coterie.text import closest_match, one_line, to_storable
 
 MAX_SAFE_INTEGER = 2**53 - 1
@@ -95,6 +95,11 @@ class JsonNode:
 
     def report(self, message: str) -> None:
         self.problems.append(Problem(f"{self.file}: {self.path}" if self.path else self.file, message))
+
+
+def is_number(value: object, most: float) -> TypeGuard[float]:
+    """True for a number from 0 to `most`."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
 
 
 def describe_value(value: object) -> str:

@@ -9,8 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from coterie.llm.json_node import MAX_SAFE_INTEGER, JsonNode, describe_value
-from coterie.llm.sampling import is_number
+from coterie.llm.json_node import MAX_SAFE_INTEGER, JsonNode, describe_value, is_number
 from coterie.llm.service import TokenUsage
 
 BILLION = 1_000_000_000

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -106,6 +107,11 @@ class ToolSpec(Struct, frozen=True, kw_only=True, gc=False):
     """JSON Schema of the arguments object."""
 
 
+MAX_TEMPERATURE = 2
+_RESERVED = ("model", "messages", "tools", "stream", "stream_options")
+"""Keys of a request that the runtime sets."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How a model generates its answer. None: the default of the service."""
@@ -133,6 +139,26 @@ class Sampling:
 
 
 DEFAULT_SAMPLING = Sampling()
+
+
+def check_effort(value: object) -> str | None:
+    """Return what was expected of `reasoningEffort`; None if it is right. Services define their own names."""
+    if isinstance(value, str) and re.fullmatch(r"[a-z][a-z0-9_-]*", value):
+        return None
+    return "expected a word such as none, minimal, low, medium, high"
+
+
+def check_extra_body(value: Any, kind: str) -> str | None:
+    """Return what was expected of additional keys of a request; None if they are right. `kind`: the file's word."""
+    if not isinstance(value, dict):
+        return f"expected {kind}"
+    if reserved := next((key for key in _RESERVED if key in value), None):
+        return f'expected no "{reserved}", which the runtime sets itself'
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return "expected only values that JSON has"
+    return None
 
 
 class ModelRequest(Struct, frozen=True, kw_only=True, gc=False):

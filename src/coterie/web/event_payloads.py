@@ -1,33 +1,46 @@
 """Server-sent events for rows of the event log: each payload is read from the store when the event is sent.
 
 Every row becomes exactly one event, so that a client detects missed events from `prev`: the position of the event
-before. Rows of the kind `task.changed` become none; `web/task_events` sends summaries of tasks instead. The payload of
-an event about an object that no longer exists is `{"id": …, "gone": true}`.
+before. The payload of an event about an object that no longer exists is `{"id": …, "gone": true}`.
+
+Rows of the kind `task.changed` are the exception. A busy task changes many times a second, so such a row only marks the
+task (`ChangedTasks`), and an event has the newest summary of a task, at most once per `TASK_INTERVAL` and task. It has
+no id: a summary is the state of the moment, not an entry of the log.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
-from coterie.clock import to_rfc3339
+from coterie.clock import Clock, to_rfc3339
 from coterie.messages import Message, Schedule
 from coterie.society import Society
 from coterie.store import CallRecord, Event, Page
 from coterie.web import schemas
+from coterie.web.task_schemas import Task as TaskSummary
 
 RECENT_PLANS = 20
 """Plans of an agent that are searched for the tool call of an event."""
 SHOWN_CHARACTERS = 200
 """Of a tool call's arguments and error."""
+TASK_INTERVAL = timedelta(milliseconds=250)
+TASK_GATHER_TIME = timedelta(milliseconds=50)
+"""Changes of tasks within this time after the first one are sent together."""
+TASK_CHUNK = 50
+"""Tasks read at once."""
+RECENT_EVENTS = 1_000
 
 _encode = msgspec.json.Encoder().encode
 _MESSAGE = ("message.", "delayed.", "quick_replies.")
+_FIRST_MESSAGE = ("message.", "delayed.")
+"""Events of messages. A task that starts, or ends before its first message is read, has no event of its own."""
 
 
 def frame(kind: str, data: Mapping[str, Any], event_id: str | None = None) -> bytes:
@@ -196,3 +209,73 @@ def _ids(events: Iterable[Event], prefixes: tuple[str, ...]) -> list[str]:
 
 def _gone(subject: str) -> dict[str, Any]:
     return {"id": subject, "gone": True}
+
+
+# Summaries of tasks
+
+
+class ChangedTasks:
+    """Tasks whose summary clients do not have yet."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._changed: dict[str, float] = {}
+        """When each task may be sent, on the monotonic clock."""
+        self._sent: dict[str, float] = {}
+
+    def add(self, task_ids: Iterable[str]) -> bool:
+        """Return True if there is any."""
+        now = self._clock.monotonic()
+        for task_id in task_ids:
+            last = self._sent.get(task_id)
+            due = now if last is None else max(now, last + TASK_INTERVAL.total_seconds())
+            self._changed.setdefault(task_id, due)
+        return bool(self._changed)
+
+    def until_due(self) -> timedelta | None:
+        """Time until the first summary may be sent; None: nothing has changed."""
+        if not self._changed:
+            return None
+        return timedelta(seconds=max(0.0, min(self._changed.values()) - self._clock.monotonic()))
+
+    def take_due(self) -> list[str]:
+        """Remove and return the tasks that may be sent now."""
+        now = self._clock.monotonic()
+        due = [task_id for task_id, at in self._changed.items() if at <= now]
+        self._sent = {task_id: at for task_id, at in self._sent.items() if at + TASK_INTERVAL.total_seconds() > now}
+        for task_id in due:
+            del self._changed[task_id]
+            self._sent[task_id] = now
+        return due
+
+
+def changed_tasks(events: Iterable[Event]) -> list[str]:
+    """Ids of the tasks that the events change or may start, each once. Some are ids of messages that start no task."""
+    return list(
+        dict.fromkeys(
+            event.subject for event in events if event.kind == "task.changed" or event.kind.startswith(_FIRST_MESSAGE)
+        )
+    )
+
+
+async def task_frames(society: Society, task_ids: Sequence[str]) -> list[bytes]:
+    """Frames of the ids that are tasks. At most `TASK_CHUNK` ids."""
+    found = await society.store.tasks_by_id(task_ids)
+    return [
+        frame("task.changed", TaskSummary.of(society, found[task_id]).to_dict())
+        for task_id in task_ids
+        if task_id in found
+    ]
+
+
+async def recently_changed(society: Society, position: int) -> list[str]:
+    """Tasks that changed shortly before a position of the log.
+
+    Their last summary may not have been sent when the client at that position was disconnected.
+    """
+    events = await society.store.events(max(0, position - RECENT_EVENTS), RECENT_EVENTS)
+    events = [event for event in events if event.seq <= position]
+    if not events:
+        return []
+    oldest = events[-1].at - 2 * (TASK_INTERVAL + TASK_GATHER_TIME)
+    return changed_tasks(event for event in events if event.at >= oldest)

@@ -2,7 +2,7 @@
 
 A client gets `hello`, then the events it missed, then a snapshot of every reply in progress, then live events. Events
 of the log have the id `<epoch>.<seq>`. Events about replies and tool calls in progress (`draft.*`, `tool.progress`)
-have no id, because they are not stored; nor has `task.changed` (`web/task_events`).
+have no id, because they are not stored; nor has `task.changed`.
 `EventStream` is the HTTP response of one client.
 """
 
@@ -26,11 +26,20 @@ from coterie.running_configuration import ConfigurationHealth
 from coterie.society import Society
 from coterie.supervision import supervise
 from coterie.web.connections import HANG_UP, wait_for_disconnect
-from coterie.web.event_payloads import EventSerializer, frame, has_frame
+from coterie.web.event_payloads import (
+    TASK_CHUNK,
+    TASK_GATHER_TIME,
+    ChangedTasks,
+    EventSerializer,
+    changed_tasks,
+    frame,
+    has_frame,
+    recently_changed,
+    task_frames,
+)
 from coterie.web.openapi import COMMON_PROBLEMS
 from coterie.web.routing import API, Header, Id, Query, Router
 from coterie.web.schemas import ConfigurationState
-from coterie.web.task_events import CHUNK, GATHER, ChangedTasks, changed_tasks, recently_changed, task_frames
 
 Write = Callable[[bytes], Awaitable[None]]
 
@@ -322,18 +331,18 @@ class Hub:
             await self._clock.wait(self._has_tasks, IDLE_WAIT if wait is None else wait)
             self._has_tasks.clear()
             if self._changed_tasks.until_due() == timedelta(0):
-                await self._clock.wait(self._never, GATHER)
+                await self._clock.wait(self._never, TASK_GATHER_TIME)
             due = self._changed_tasks.take_due()
-            for start in range(0, len(due), CHUNK):
-                frames = await task_frames(self._society, due[start : start + CHUNK])
+            for start in range(0, len(due), TASK_CHUNK):
+                frames = await task_frames(self._society, due[start : start + TASK_CHUNK])
                 for client in self._live_clients():
                     for data in frames:
                         client.put(data)
                 await asyncio.sleep(0)  # the clients write
 
     async def _write_tasks(self, client: StreamClient, task_ids: Sequence[str]) -> None:
-        for start in range(0, len(task_ids), CHUNK):
-            await client.write(b"".join(await task_frames(self._society, task_ids[start : start + CHUNK])))
+        for start in range(0, len(task_ids), TASK_CHUNK):
+            await client.write(b"".join(await task_frames(self._society, task_ids[start : start + TASK_CHUNK])))
 
     # Replies in progress
 
