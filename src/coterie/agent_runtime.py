@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import itertools
 import json
@@ -525,22 +526,10 @@ def make_service(entry: ServiceEntry, clock: Clock, society: str = "") -> LLMSer
             return RemoteAgentService(
                 id=entry.id, card=entry.base_url, headers=headers, secrets=secrets, society=society, clock=clock
             )
-        case "openai":
-            return OpenAIService(
-                id=entry.id,
-                base_url=entry.base_url,
-                model=entry.model,
-                api_key=key,
-                key_name=key_name,
-                deadlines=entry.deadlines,
-                sampling=entry.sampling,
-                headers=headers,
-                secrets=secrets,
-                clock=clock,
-            )
-    return AnyLLMService(
+    is_openai = entry.provider == "openai"
+    make = OpenAIService if is_openai else functools.partial(AnyLLMService, provider=entry.provider)
+    return make(
         id=entry.id,
-        provider=entry.provider,
         base_url=entry.base_url,
         model=entry.model,
         api_key=key,

@@ -106,15 +106,18 @@ def send(
         receipt = run_quietly(_send(dir, to, message, files, token))
     if json:
         print_json(receipt.to_dict())
-    elif receipt.state == "withdrawn":
-        print_line(f"Not sent to {to}, because the question is answered: {receipt.message_id}")
-    elif receipt.scheduled_delivery_time and receipt.schedule_id:
-        due = local_time(receipt.scheduled_delivery_time)
-        print_line(f"Recurring for {to}, first due {due}: {receipt.message_id}")
-    elif receipt.scheduled_delivery_time:
-        print_line(f"Scheduled for {to}, due {local_time(receipt.scheduled_delivery_time)}: {receipt.message_id}")
     else:
-        print_line(f"{'Queued' if receipt.state == 'queued' else 'Sent'} to {to}: {receipt.message_id}")
+        print_line(_describe_receipt(receipt, to))
+
+
+def _describe_receipt(receipt: Receipt, to: str) -> str:
+    if receipt.state == "withdrawn":
+        return f"Not sent to {to}, because the question is answered: {receipt.message_id}"
+    if receipt.scheduled_delivery_time:
+        due = local_time(receipt.scheduled_delivery_time)
+        kind = f"Recurring for {to}, first due" if receipt.schedule_id else f"Scheduled for {to}, due"
+        return f"{kind} {due}: {receipt.message_id}"
+    return f"{'Queued' if receipt.state == 'queued' else 'Sent'} to {to}: {receipt.message_id}"
 
 
 def chat(

@@ -225,25 +225,14 @@ class ModelGateway:
                     adapted = await self._router.fit(attempt.request, entry, agent_id=attempt.agent_id)
                     if attempt.on_start:
                         attempt.on_start(entry)
-                    probe, pieces, has_output = breaker.start_request(), active.service.generate(adapted), False
-                    measurement = self._metrics.start(entry.id)
+                    has_output = False
                     try:
-                        piece = await _first(pieces, limit)
-                        if piece is not None:
-                            measurement.observe_first_piece()
-                        while piece is not None:
-                            if isinstance(piece, Completion):
-                                breaker.record_success()
-                                measurement.end(piece)
-                                yield replace(piece, service=entry.id)
-                                return
-                            has_output = True
-                            yield piece
-                            piece = await anext(pieces, None)
-                        raise MalformedResponse(f'service "{entry.id}" ended its stream without an answer')
+                        async with aclosing(self._send_once(entry, active, adapted, limit)) as pieces:
+                            async for piece in pieces:
+                                has_output = True
+                                yield piece
+                        return
                     except ServiceError as error:
-                        measurement.end(error)
-                        self._record_end(breaker, error, probe)
                         if not has_output and isinstance(error, UnsupportedCapability):
                             if not self._learn_limit(error, entry, adapted, refused):
                                 raise
@@ -253,13 +242,6 @@ class ModelGateway:
                         pause = self._retry_pause(error, breaker, started)
                         if has_output or limit is not None or pause is None:
                             raise self._trip(error, breaker, has_output) from error
-                    except BaseException as error:
-                        measurement.end(error)
-                        self._record_end(breaker, error, probe)
-                        raise
-                    finally:
-                        if isinstance(pieces, AsyncGenerator):
-                            await pieces.aclose()
                     await self._clock.sleep(pause)
                     limit = started + self._fallback_within - self._clock.monotonic()
             finally:
@@ -268,6 +250,33 @@ class ModelGateway:
             active.users -= 1
             if self._applied_version != self._services.version:
                 await self._close_outdated()
+
+    async def _send_once(
+        self, entry: ServiceEntry, active: _ActiveService, request: ModelRequest, limit: float | None
+    ) -> Stream:
+        """Send one request; record how it ended in the measurements and the breaker. `limit`: see `_first`."""
+        breaker, pieces = active.breaker, active.service.generate(request)
+        probe, measurement = breaker.start_request(), self._metrics.start(entry.id)
+        try:
+            piece = await _first(pieces, limit)
+            if piece is not None:
+                measurement.observe_first_piece()
+            while piece is not None:
+                if isinstance(piece, Completion):
+                    breaker.record_success()
+                    measurement.end(piece)
+                    yield replace(piece, service=entry.id)
+                    return
+                yield piece
+                piece = await anext(pieces, None)
+            raise MalformedResponse(f'service "{entry.id}" ended its stream without an answer')
+        except BaseException as error:
+            measurement.end(error)
+            self._record_end(breaker, error, probe)
+            raise
+        finally:
+            if isinstance(pieces, AsyncGenerator):
+                await pieces.aclose()
 
     async def _acquire_slot(self, queue: ServiceQueue, key: tuple[str, bool]) -> None:
         """Wait for a slot; the caller releases it."""
