@@ -18,7 +18,7 @@ WAITING = 3_000
 
 
 @pytest.mark.parametrize(
-    ("sql", "index"), [(SELECT_FROM_PERSON, "messages_from_person"), (SELECT_NEXT_HEADERS, "messages_mailbox")]
+    ("sql", "index"), [(SELECT_FROM_PERSON, "messages_mailbox"), (SELECT_NEXT_HEADERS, "messages_mailbox")]
 )
 async def test_postgres_reads_the_first_messages_by_an_index(
     shared: Postgres, tmp_path: Path, clock: FakeClock, sql: str, index: str
@@ -28,7 +28,12 @@ async def test_postgres_reads_the_first_messages_by_an_index(
     envelopes = [make_envelope(sender="bob", to="ada", payload={"text": "y"}) for _ in range(WAITING)]
     envelopes += [make_envelope(sender="user", to="ada", payload={"text": "y"}) for _ in range(WAITING)]
     await store._transact(lambda _, uow: uow.accept_all(envelopes), touches=["ada"], messages=len(envelopes))
-    bounds = {"recipient": "ada", "after": 0, "upto": 2 * WAITING, "limit": MAX_EXAMINED}
+    bounds = {
+        "recipient": "ada",
+        "after": WAITING if sql is SELECT_FROM_PERSON else 0,
+        "upto": 2 * WAITING,
+        "limit": MAX_EXAMINED,
+    }
     with shared.behind(tmp_path / "data") as db:
         db.execute("ANALYZE messages")
         plan = "\n".join(line for (line,) in db.execute(f"EXPLAIN (ANALYZE, TIMING OFF) {sql}", bounds).fetchall())

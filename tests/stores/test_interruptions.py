@@ -136,6 +136,26 @@ async def test_a_stream_of_agent_messages_cannot_prevent_calls_but_a_person_can(
     assert (await history_lines(store))[-3:] == [f"tool: {INTERRUPTED_RESULT}", "user: psst again", "user: stop"]
 
 
+async def test_a_person_interrupts_after_withdrawn_messages_and_behind_those_of_agents(store: Society) -> None:
+    await ask(store)
+    claim = await claim_agent(store)
+    for text in ["psst"] * RULES.max_withdrawals:
+        await ask(store, text=text, sender="bob")
+        claim = await advance(store, claim, says("", call("a")))
+    await ask(store, text="psst again", sender="bob")
+    claim = await advance(store, claim, says("", *map(call, "abcde")), done(0))
+    await store.withdraw(await ask(store, text="never mind"), "user")
+    claim = await advance(store, claim, done(1))
+    assert claim.action == RunCall(2), "nobody who can interrupt has said anything"
+    withdrawn = await ask(store, text="nor this")
+    await ask(store, text="and again", sender="bob")
+    await ask(store, text="stop")
+    await store.withdraw(withdrawn, "user")
+    claim = await advance(store, claim, done(2))
+    assert claim.action == AskModel()
+    assert (await history_lines(store))[-3:] == ["user: psst again", "user: and again", "user: stop"]
+
+
 async def test_the_answer_to_a_message_of_a_plan_does_not_interrupt_the_plan(store: Society) -> None:
     await ask(store)
     claim = await advance(

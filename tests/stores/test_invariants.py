@@ -48,6 +48,7 @@ CORRUPTIONS = {
     "H7 read is taken": "UPDATE messages SET state = 'pending', taken_at = NULL WHERE state = 'taken'",
     "H8 read in order": "UPDATE messages SET in_seq = in_seq + 50 WHERE in_seq = 1 AND recipient = 'ada'",
     "H8 taken in order": "UPDATE agents SET taken_seq = 99 WHERE id = 'bob'",
+    "positions of the person's mail": "UPDATE agents SET last_from_person = 0",
     "H9 results": "UPDATE history SET content = 'another' WHERE role = 'tool' AND content = 'one'",
     "H9 ended calls": "UPDATE calls SET state = 'planned' WHERE state = 'cancelled'",
     "H10 summaries end between groups": (

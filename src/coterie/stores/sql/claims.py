@@ -196,6 +196,7 @@ def wake_forgotten(db: Connection, uow: UnitOfWork, agent_ids: Sequence[str]) ->
         bounds = {"recipient": agent_id, "taken_seq": mailbox.taken_seq}
         waiting, size, person = db.execute(_COUNT_WAITING, bounds).fetchone()
         mailbox.waiting, mailbox.waiting_bytes, mailbox.person = waiting, int(size), person
+        mailbox.first_from_person, mailbox.last_from_person = 0, mailbox.next_in_seq - 1
         mailbox.state, mailbox.runnable_at = ("ready", uow.now) if waiting else ("idle", None)
         uow.record_event("agent.state", agent_id)
         if waiting:

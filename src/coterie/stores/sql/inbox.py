@@ -35,7 +35,7 @@ UPDATE messages SET state = 'taken', taken_at = :taken_at
 """
 _SELECT_DECISION = f"""
 SELECT option FROM messages
- WHERE recipient = :recipient AND in_seq > :taken_seq AND {_FROM_PERSON}
+ WHERE recipient = :recipient AND in_seq > :after AND in_seq <= :upto AND {_FROM_PERSON}
    AND in_reply_to = :question AND option >= 0 ORDER BY in_seq LIMIT 1
 """
 _SELECT_SENT = "SELECT id FROM messages WHERE sender = :sender AND plan = :plan"
@@ -101,24 +101,37 @@ class Inbox:
         """Return messages that decide whether the plan is interrupted. If none of them interrupts it, no other does."""
         if not self.has_mail:
             return ()
-        bounds = {"recipient": self._agent_id, "upto": self._last_position}
-        taken_seq = self._mailbox.taken_seq
+        mailbox = self._mailbox
         approvals = sum(planned.needs_approval for planned in plan.calls) if plan else 0
-        page = approvals + MAX_ASKED_BACK + 1
-        from_person = self._db.execute(SELECT_FROM_PERSON, bounds | {"after": taken_seq, "limit": page})
+        # Only an answer to an approval question can be an echo of the person.
+        page = approvals + MAX_ASKED_BACK + 1 if approvals else 1
+        after = max(mailbox.taken_seq, mailbox.first_from_person - 1)
+        upto = min(mailbox.last_from_person, self._last_position)
+        bounds = {"recipient": self._agent_id, "after": after, "upto": upto, "limit": page}
+        from_person = self._db.execute(SELECT_FROM_PERSON, bounds) if after < upto else ()
         unchecked = self._db.execute(
-            SELECT_NEXT_HEADERS, bounds | {"after": max(taken_seq, self.checked_seq), "limit": MAX_EXAMINED}
+            SELECT_NEXT_HEADERS,
+            {
+                "recipient": self._agent_id,
+                "after": max(mailbox.taken_seq, self.checked_seq),
+                "upto": self._last_position,
+                "limit": MAX_EXAMINED,
+            },
         )
         # Results are read after both queries were sent: PostgreSQL answers them in one round trip.
-        examined = []
+        examined = list[WaitingMessage]()
         for header in map(WaitingHeader._make, from_person):
+            if not examined and header.in_seq > after + 1:
+                mailbox.first_from_person = header.in_seq  # the next check need not read what is before it
             examined.append(self._examine(header, plan, plan_name))
             if not examined[-1].is_echo:
                 return tuple(examined)
+        if after < upto and not examined:
+            mailbox.first_from_person = upto + 1
         while len(examined) == page:  # the person asked back many times, and may have sent another message after that
-            after = examined[-1].position
+            bounds |= {"after": examined[-1].position, "limit": PAGE_SIZE}
             page += PAGE_SIZE
-            for row in self._db.execute(SELECT_FROM_PERSON, bounds | {"after": after, "limit": PAGE_SIZE}).fetchall():
+            for row in self._db.execute(SELECT_FROM_PERSON, bounds).fetchall():
                 examined.append(self._examine(WaitingHeader._make(row), plan, plan_name))
                 if not examined[-1].is_echo:
                     return tuple(examined)
@@ -131,12 +144,17 @@ class Inbox:
 
     def read_decision(self, plan: Plan | None) -> bool | None:
         """Return the person's first answer about the call that waits for approval. None: there is none yet."""
-        if self._mailbox.state not in ("wait_approval", "llm") or plan is None:
+        mailbox = self._mailbox
+        if mailbox.state not in ("wait_approval", "llm") or plan is None or not mailbox.may_have_from_person():
             return None
-        question = approval_question_id(self._agent_id, plan.awaiting_approval())
         row = self._db.execute(
             _SELECT_DECISION,
-            {"recipient": self._agent_id, "taken_seq": self._mailbox.taken_seq, "question": question},
+            {
+                "recipient": self._agent_id,
+                "after": max(mailbox.taken_seq, mailbox.first_from_person - 1),
+                "upto": mailbox.last_from_person,
+                "question": approval_question_id(self._agent_id, plan.awaiting_approval()),
+            },
         ).fetchone()
         return row[0] == APPROVE if row else None
 

@@ -254,6 +254,16 @@ INVARIANTS: dict[str, tuple[str, str]] = {
                        AND messages.in_seq <= agents.taken_seq
         """,
     ),
+    "positions of the person's mail": (
+        "message {1} of the person waits for {0} at a position where it is not looked for",
+        """
+        SELECT agents.id, messages.id FROM agents
+          JOIN messages ON messages.recipient = agents.id AND messages.state = 'pending' AND messages.sender = 'user'
+                       AND messages.in_seq > agents.taken_seq
+         WHERE agents.kind = 'agent'
+           AND NOT messages.in_seq BETWEEN agents.first_from_person AND agents.last_from_person
+        """,
+    ),
     "H12 attachments exist": (
         "message {0} names the artifact {1}, which does not exist",
         """

@@ -70,6 +70,10 @@ class Mailbox(Struct, gc=False):
     before the next request."""
     reminders: int = 0
     """Delayed messages from this sender that an answer withdraws."""
+    first_from_person: int = 0
+    """No waiting message of the person is before this position."""
+    last_from_person: int = 0
+    """The position of the person's last message. It may have been taken or withdrawn."""
 
     def add_message(self, size: int, now: int, sender: str = "") -> int:
         """Count a new waiting message of `size` characters, and return its position. Wake the agent if it is idle."""
@@ -78,6 +82,10 @@ class Mailbox(Struct, gc=False):
         self.waiting += 1
         self.waiting_bytes += size
         if self.kind == "agent":
+            if sender == PERSON:
+                if not self.may_have_from_person():
+                    self.first_from_person = position
+                self.last_from_person = position
             # An idle agent has no waiting messages: its `person` is left over from the previous turn.
             self.person = int(sender == PERSON or (self.person == 1 and self.state != "idle"))
             if wakes(self.state, unblocks=sender == PERSON or self.over_budget == 1) or self.is_joining(now):
@@ -90,6 +98,10 @@ class Mailbox(Struct, gc=False):
         self.waiting_bytes -= size
         if self.state == "ready" and not self.waiting:
             self.state, self.runnable_at = "idle", None
+
+    def may_have_from_person(self) -> bool:
+        """False: no message of the person waits."""
+        return self.last_from_person > self.taken_seq and self.last_from_person >= self.first_from_person
 
     def is_joining(self, now: int) -> bool:
         """True if the agent waits for further answers to the same plan before it reads those that arrived."""

@@ -1,7 +1,7 @@
 """Schema versions of both engines: creates the schema of an empty database and upgrades an older one.
 
-The scripts are in the engine's folder `schema/`. `0016_schema.sql` creates the whole current schema, version 16.
-`0016_upgrade_from_0015.sql` brings version 15 to version 16. A change of the schema edits and renumbers the first, and
+The scripts are in the engine's folder `schema/`. `0017_schema.sql` creates the whole current schema, version 17.
+`0017_upgrade_from_0016.sql` brings version 16 to version 17. A change of the schema edits and renumbers the first, and
 adds an upgrade from the number before.
 
 With PostgreSQL several processes use the database while one upgrades it. An upgrade that begins with the line

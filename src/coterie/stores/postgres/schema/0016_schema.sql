@@ -48,7 +48,9 @@ CREATE TABLE agents (
     reminders     BIGINT NOT NULL DEFAULT 0,
     -- The agents with mail or a turn. An index on the three columns themselves would have to change with every update;
     -- this one changes when an agent begins or ends its work.
-    is_busy       BOOLEAN GENERATED ALWAYS AS (waiting > 0 OR delayed > 0 OR task IS NOT NULL) STORED
+    is_busy       BOOLEAN GENERATED ALWAYS AS (waiting > 0 OR delayed > 0 OR task IS NOT NULL) STORED,
+    first_from_person BIGINT NOT NULL DEFAULT 0,
+    last_from_person  BIGINT NOT NULL DEFAULT 0
 ) WITH (fillfactor = 70);  -- room for the next version of a row on its page: then its indexes need no change
 
 CREATE INDEX agents_runnable ON agents (runnable_at) WHERE runnable_at IS NOT NULL;
@@ -104,8 +106,6 @@ CREATE INDEX messages_open_questions ON messages (sender, seq) WHERE question = 
 CREATE INDEX messages_answers ON messages (answered_by) WHERE answered_by IS NOT NULL;
 CREATE INDEX messages_unread ON messages (thread, delivered_at, seq)
     WHERE thread IS NOT NULL AND sender <> 'user' AND state = 'pending';
--- The check for interruptions looks for the person's first waiting message.
-CREATE INDEX messages_from_person ON messages (recipient, in_seq) WHERE sender = 'user' AND state = 'pending';
 
 -- Listings of one agent's messages, newest first.
 CREATE INDEX messages_sender ON messages (sender, seq);

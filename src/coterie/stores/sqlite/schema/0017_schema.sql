@@ -64,7 +64,10 @@ CREATE TABLE agents (
     -- The reason (`why`) as JSON: category, facts, time of the retry. Clients say it in their own language.
     problem         TEXT,
     -- Delayed messages of this sender that an answer withdraws.
-    reminders       INTEGER NOT NULL DEFAULT 0
+    reminders       INTEGER NOT NULL DEFAULT 0,
+    -- No message of the person waits outside these positions.
+    first_from_person INTEGER NOT NULL DEFAULT 0,
+    last_from_person  INTEGER NOT NULL DEFAULT 0
 ) STRICT, WITHOUT ROWID;
 
 CREATE INDEX agents_runnable ON agents (runnable_at) WHERE runnable_at IS NOT NULL;
@@ -136,9 +139,6 @@ CREATE INDEX messages_answers ON messages (answered_by) WHERE answered_by IS NOT
 -- Not "recipient = 'user'": SQLite would prepare every query with a recipient parameter again for each value.
 CREATE INDEX messages_unread ON messages (thread, delivered_at, seq)
     WHERE thread IS NOT NULL AND sender <> 'user' AND state = 'pending';
--- The check for interruptions looks for the person's first waiting message.
--- Not "sender = 'user'": SQLite would prepare every query with a sender parameter again for each value.
-CREATE INDEX messages_from_person ON messages (recipient, in_seq) WHERE NOT sender <> 'user' AND state = 'pending';
 
 -- Listings of one agent's messages, newest first.
 CREATE INDEX messages_sender ON messages (sender, seq);
