@@ -120,7 +120,7 @@ function cycle(by) {
   const stops = [
     region('side').querySelector('.tree [tabindex="0"]') ?? region('side').querySelector('input'),
     document.querySelector('.thread') ?? region('screen').querySelector('a, button, input, [tabindex="0"]'),
-    document.querySelector('.strip:not([hidden]) button'),
+    document.querySelector('.strip:not([hidden]) button:not([hidden])'),
     document.getElementById('composer'),
     region('inspector').querySelector('.inspector-body'),
   ].filter((el) => el && el.offsetParent !== null && !el.closest('[inert]'));
