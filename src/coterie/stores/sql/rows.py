@@ -20,6 +20,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
+from msgspec.structs import astuple
 
 from coterie.agents import CLAIMED_STATES, Agent, AgentState
 from coterie.artifacts import Artifact, ArtifactType
@@ -249,11 +250,12 @@ class NewMessageRow(msgspec.Struct, gc=False):
     thread: str | None
     question: bool
     in_seq: int | None = None
-    deliver_at: int | None = None
     delivered_at: int | None = None
-    taken_at: int | None = None
     queued: bool = False
     hops: int = 0
+    # Few messages have more than the columns above. The defaults of those below are those of the table.
+    deliver_at: int | None = None
+    taken_at: int | None = None
     option: int | None = None
     in_reply_to: str | None = None
     cause: str | None = None
@@ -306,6 +308,22 @@ class NewMessageRow(msgspec.Struct, gc=False):
         )
 
 
+_PLAIN = NewMessageRow.__struct_fields__.index("deliver_at")
+_DEFAULTS = NewMessageRow.__struct_defaults__[_PLAIN - len(NewMessageRow.__struct_fields__) :]
+
+
+def insert_messages(db: Connection, messages: Sequence[NewMessageRow]) -> None:
+    rows, columns = [astuple(message) for message in messages], NewMessageRow.__struct_fields__
+    if all(row[_PLAIN:] == _DEFAULTS for row in rows):
+        rows, columns = [row[:_PLAIN] for row in rows], columns[:_PLAIN]
+    insert(db, _messages(columns), rows)
+
+
+@cache
+def _messages(columns: Sequence[str]) -> str:
+    return f"messages ({', '.join(columns)})"
+
+
 OWN_TASK_DELAY_MS = NEW_CHAIN_DELAY // timedelta(milliseconds=1)
 """A message delayed this long starts a task of its own when it is due."""
 STORED_MESSAGE_COLUMNS = """
@@ -353,8 +371,6 @@ class StoredMessage(NamedTuple):
         return self.state == "pending" and self.recipient != PERSON
 
 
-NEW_MESSAGES = f"messages ({', '.join(NewMessageRow.__struct_fields__)})"
-"""Table and columns for `insert` of `NewMessageRow`."""
 DAMAGED_TEXT = "[This message is damaged: its text is lost.]"
 _decode = msgspec.json.Decoder(Payload).decode
 _encode = msgspec.json.Encoder().encode

@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec.structs import astuple
 
 from coterie.agents import ACTIVE_STATES
 from coterie.errors import Refused
@@ -34,7 +33,6 @@ from coterie.stores.sql.mailbox import NO_QUESTIONS, Mailbox, Mailboxes, Questio
 from coterie.stores.sql.rows import (
     ASKS_BACK_OPTION,
     IS_READABLE,
-    NEW_MESSAGES,
     STOPPED_OPTION,
     STORED_MESSAGE_COLUMNS,
     Connection,
@@ -42,6 +40,7 @@ from coterie.stores.sql.rows import (
     NewMessageRow,
     StoredMessage,
     insert,
+    insert_messages,
     make_receipt,
 )
 from coterie.stores.sql.session import ALL_WAITING, MailboxPosition, Session, WaitingRow
@@ -184,7 +183,8 @@ class UnitOfWork:
             envelope = schedules.set_first_due(envelope, self.now)
         if hops is None:
             hops, task = (0, None) if envelope.cause is None else self._continue_chain(envelope)
-        self._check_hops(hops)
+        if hops > self._limits.max_hops:
+            raise _too_many_hops(hops, self._limits.max_hops)
         # A message that is delivered later answers only the question that it names; a recurring one answers none.
         answers_none = reply_checked or envelope.every or (envelope.delay and envelope.in_reply_to is None)
         questions = NO_QUESTIONS if answers_none else self._questions.find_answered(envelope)
@@ -205,7 +205,8 @@ class UnitOfWork:
         receipt = self._buffer_message(
             seq, envelope, mailbox, hops, task=task, parent_task=parent_task, **runtime_columns
         )
-        self._attachments += ((ref, seq) for ref in dict.fromkeys(envelope.attachments))
+        if envelope.attachments:
+            self._attachments += ((ref, seq) for ref in dict.fromkeys(envelope.attachments))
         if questions:
             self.lock_questions()
             self._questions.record_answer(questions, envelope)
@@ -239,6 +240,7 @@ class UnitOfWork:
         is_withdrawn: bool = False,
     ) -> Receipt:
         """`task` None: the message starts one."""
+        at = self.timestamp
         queued = mailbox.state in ACTIVE_STATES
         in_seq = deliver_at = delivered_at = None
         task_id = task or envelope.id
@@ -254,26 +256,24 @@ class UnitOfWork:
             in_seq = self.add_message(envelope.to, mailbox, len(envelope.payload_json), envelope.sender)
             if joining_until and self._db.execute(_SELECT_OTHER_ANSWERER, {"asked": envelope.in_reply_to}).fetchone():
                 mailbox.runnable_at = joining_until
-            delivered_at = self.timestamp
+            delivered_at = at
         row = NewMessageRow(
             seq,
             envelope.id,
             envelope.sender,
             envelope.to,
             "withdrawn" if is_withdrawn else "delayed" if deliver_at else "pending",
-            self.timestamp,
+            at,
             envelope.payload_json,
             envelope.thread,
             envelope.is_question,
-            in_seq=in_seq,
-            deliver_at=deliver_at,
-            delivered_at=delivered_at,
-            queued=queued and not deliver_at,
-            hops=hops,
-            option=ASKS_BACK_OPTION if envelope.asks_back else envelope.option,
-            in_reply_to=envelope.in_reply_to,
-            cause=envelope.cause,
+            in_seq,
+            delivered_at,
+            queued and not deliver_at,
+            hops,
         )
+        row.deliver_at, row.in_reply_to, row.cause = deliver_at, envelope.in_reply_to, envelope.cause
+        row.option = ASKS_BACK_OPTION if envelope.asks_back else envelope.option
         row.replay_of, row.automatic, row.stopped, row.plan = replay_of, automatic, stopped, plan
         row.schedule_id, row.every = schedule_id, envelope.every
         row.task, row.parent_task, row.unless_answered = task, parent_task, envelope.unless_answered
@@ -539,7 +539,7 @@ class UnitOfWork:
     def flush_messages(self) -> None:
         """Write buffered messages, so that SQL can read them."""
         if self._new_rows:
-            insert(self._db, NEW_MESSAGES, [astuple(row) for row in self._new_rows])
+            insert_messages(self._db, self._new_rows)
             insert(self._db, "attachments (artifact_ref, message_seq)", self._attachments)
             self._new_rows.clear()
             self._new_waiting.clear()
@@ -629,14 +629,6 @@ class UnitOfWork:
         row = message_id and self._db.execute(_SELECT_CAUSE, {"id": message_id}).fetchone()
         return _Cause._make(row) if row else None
 
-    def _check_hops(self, hops: int) -> None:
-        if hops > self._limits.max_hops:
-            raise Refused(
-                "hop_limit",
-                f"this chain of messages is {hops - 1} long, the most is {self._limits.max_hops}: answer the person,"
-                " or start a new chain with a message delayed by a minute or more",
-            )
-
     def _check_artifact(self, ref: str, sender: str) -> None:
         """Refuse a file that is missing or that the sender may not read, with the same error for both."""
         if sender in RESERVED_IDS or self._limits.shared_artifacts:
@@ -645,6 +637,14 @@ class UnitOfWork:
             rows = self._db.execute(_SELECT_READABLE_ARTIFACT, {"ref": ref, "reader": sender})
         if not rows.fetchone():
             raise Refused("attachment_unknown", f"there is no artifact {ref!r}: upload the file first")
+
+
+def _too_many_hops(hops: int, limit: int) -> Refused:
+    return Refused(
+        "hop_limit",
+        f"this chain of messages is {hops - 1} long, the most is {limit}: answer the person, or start a new chain with"
+        " a message delayed by a minute or more",
+    )
 
 
 def _unblocks(envelope: Envelope, mailbox: Mailbox) -> bool:

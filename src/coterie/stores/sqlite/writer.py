@@ -38,8 +38,8 @@ BUSY_ATTEMPTS = 3
 BUSY_PAUSE_SECONDS = 0.01
 FLUSH_DELAY_SECONDS = 0.2
 """Longest time until a commit that needs no flush is flushed all the same, as PostgreSQL's WAL writer does."""
-CHECKPOINT_ROWS: dict[Durability, int] = {"full": 500, "relaxed": 10_000}
-"""Changed rows between two checkpoints: one or twenty MB of WAL. Writes wait during a checkpoint."""
+CHECKPOINT_ROWS: dict[Durability, int] = {"full": 2_000, "relaxed": 10_000}
+"""Changed rows between two checkpoints: four or twenty MB of WAL. Writes wait during a checkpoint."""
 
 fdatasync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 
