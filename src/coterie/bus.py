@@ -153,7 +153,8 @@ class MessageBus:
 
     async def send_envelope(self, envelope: Envelope) -> Receipt:
         """Send a validated message."""
-        envelope = await self.describe_attachments(envelope)
+        if envelope.attachments:
+            envelope = await self.describe_attachments(envelope)
         receipt = await self._store.send(envelope)
         self.notify(envelope)
         return receipt

@@ -245,6 +245,7 @@ _MAPPING = (dict, Mapping)
 """`dict` first: the check of an abstract class takes ten times as long."""
 
 _encode = msgspec.json.Encoder().encode
+_NO_SETTINGS = (None,) * 9
 
 
 def make_envelope(
@@ -280,22 +281,28 @@ def make_envelope(
     if options:
         checked["quickReplies"] = options
     attachments = validate_attachments(checked)
-    delay = validate_delay(delay_ms)
-    return Envelope(
+    envelope = Envelope(
         # An empty client_id counts as none: otherwise all messages with an empty one would be the same message.
         id=id_for("message", sender, client_id) if client_id else new_id(),
         sender=sender,
         to=to_storable(to),
         payload_json=encode_payload(checked),
+        cause=cause,
+        attachments=attachments,
+        is_question=options is not None and to == PERSON and sender != PERSON,
+    )
+    settings = (delay_ms, in_reply_to, client_id, via, every, time_zone, option, unless_answered, asks_back)
+    if settings == _NO_SETTINGS and sender != SYSTEM and not only_new and not unless_paused:
+        return envelope  # as most: each further field takes time
+    delay = validate_delay(delay_ms)
+    return msgspec.structs.replace(
+        envelope,
         delay=delay,
         every=_validate_every(every, time_zone, in_reply_to),
         may_exist=bool(client_id),
         is_keyed=bool(client_id),
         in_reply_to=_validate_in_reply_to(in_reply_to),
         option=_validate_option(option, in_reply_to),
-        cause=cause,
-        attachments=attachments,
-        is_question=options is not None and to == PERSON and sender != PERSON,
         about_agent=_problem_agent(checked) if sender == SYSTEM else None,
         unless_answered=_validate_unless_answered(unless_answered, delay, every),
         via=via,
