@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from playwright.async_api import Browser, Page, expect
 
 from coterie.errors import HTTP_STATUS
 from coterie.testing import Status
+from coterie.web import errors as web_errors
+from coterie.web.app import openapi_document
 from tests.agent.stage import Bell
 from tests.panel import ui
 from tests.panel.harness import PHONE, Panel, fail_requests, open_panel
@@ -20,6 +23,8 @@ from tests.test_setup import able
 
 MAC = "Object.defineProperty(Navigator.prototype, 'platform', {get: () => 'MacIntel'})"
 LONG_NAME = "Somebody with a rather long name and a title besides"
+FOR_PROGRAMS = {"key_not_allowed", "door_closed", "code_invalid", "range_invalid"}
+"""Errors that the page never shows: of requests with a key, through a door, at /session, and for a part of a file."""
 NARROW = {"width": 360, "height": 740}
 CLOCKS = """async () => {
   const frame = () => new Promise(requestAnimationFrame);
@@ -120,7 +125,9 @@ async def test_an_unreachable_server_is_reported_in_the_language_of_the_page(
 
 
 @pytest.mark.parametrize(
-    ("locale", "reason"), [("en-US", "every cannot be read"), ("zh-CN", "重复规则无效（")], ids=["en-US", "zh-CN"]
+    ("locale", "reason"),
+    [("en-US", "every cannot be read"), ("zh-CN", "无法识别这条重复规则。服务器说明：“every cannot be read")],
+    ids=["en-US", "zh-CN"],
 )
 async def test_a_refused_request_is_reported_in_the_language_of_the_page(
     panel: Panel, locale: str, reason: str
@@ -135,9 +142,57 @@ async def test_a_refused_request_is_reported_in_the_language_of_the_page(
     await expect(page.locator(ui.TOAST)).to_contain_text(reason)
 
 
-def test_every_refusal_has_a_chinese_sentence() -> None:
-    words = json.loads((STATIC / "words" / "zh.json").read_text())
-    assert [code for code in HTTP_STATUS if f"refused_{code}" not in words] == []
+@pytest.mark.parametrize(("locale", "said"), [("en-US", "HTTP 502"), ("zh-CN", "代理返回了错误（HTTP 502）")])
+async def test_an_answer_of_a_proxy_is_reported_in_the_language_of_the_page(
+    panel: Panel, locale: str, said: str
+) -> None:
+    sent = await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
+    page = await panel.open("#/delayed", locale=locale)
+    panel.allow("502")
+    await page.route("**/api/v1/messages/*", lambda route: route.fulfill(status=502, body="<h1>Bad Gateway</h1>"))
+    await page.route("**/api/v1/artifacts", lambda route: route.fulfill(status=502, body="<h1>Bad Gateway</h1>"))
+    await page.locator(f'[data-message-id="{sent.message_id}"]').get_by_role("button").first.click()
+    await expect(page.locator(ui.TOAST)).to_contain_text(said)
+    await page.goto(f"{panel.url}/#/a/ada")
+    await page.set_input_files("input[type=file]", {"name": "a.txt", "mimeType": "text/plain", "buffer": b"hello"})
+    await expect(page.locator(ui.CHIP)).to_have_attribute("title", re.compile(re.escape(said)))
+
+
+def test_every_error_of_the_api_has_a_sentence_in_each_language() -> None:
+    english, chinese = (json.loads((STATIC / "words" / f"{code}.json").read_text()) for code in ("en", "zh"))
+    codes = _error_codes() - FOR_PROGRAMS
+    assert len(codes) > 60
+    assert {code for code in codes if f"refused_{code}" not in chinese} == set()
+    assert {key.removeprefix("refused_") for key in chinese if key.startswith("refused_")} - codes == {"error"}
+    # English ones replace the server's own sentences. An answer of a proxy has none.
+    assert "refused_error" in english
+    assert {key for key in english if key.startswith("refused_")} - set(chinese) == set()
+
+
+def _error_codes() -> set[str]:
+    """The codes of all errors below /api: those of `Refused`, those that routes describe, those in the source."""
+    described = [
+        response["description"]
+        for path, operations in openapi_document()["paths"].items()
+        if path.startswith("/api/")
+        for operation in operations.values()
+        for status, response in operation["responses"].items()
+        if status >= "400"
+    ]
+    web = Path(web_errors.__file__).parent
+    scripts = [*web.glob("*.py"), *(web / "api").glob("*.py")]  # the other folders are doors for programs
+    raised = [
+        match
+        for script in scripts
+        for match in re.findall(r'(?:RequestRejected|error_response|problem)\([^"()]*"([a-z_]+)",', script.read_text())
+    ]
+    return {
+        *HTTP_STATUS,
+        *raised,
+        *re.findall("`([A-Za-z_]+)`", " ".join(described)),
+        "not_found",
+        "method_not_allowed",
+    }
 
 
 def wide_family(count: int) -> str:

@@ -10,7 +10,7 @@ from playwright.async_api import Browser, Page, expect
 from coterie.testing import Calls, ModelServer, Says, Status
 from tests.agent.stage import Bell
 from tests.panel import ui
-from tests.panel.harness import AGENTS, PHONE, Panel, eventually, open_panel, options_of
+from tests.panel.harness import AGENTS, PHONE, Panel, eventually, fail_requests, open_panel, options_of
 from tests.panel.test_conversation import PNG
 from tests.panel.words import Words
 
@@ -191,6 +191,20 @@ async def test_files_are_listed_and_text_is_shown(panel: Panel) -> None:
     await page.keyboard.press("Escape")
     await expect(page.get_by_role("dialog")).to_have_count(0)
     await expect(page.get_by_role("button", name="Enlarge dot.png")).to_be_focused()
+
+
+async def test_a_file_that_cannot_be_read_is_not_replaced_by_the_error(panel: Panel, words: Words) -> None:
+    stored = await panel.society.artifacts.put(b"The text", "a.txt")
+    page = await panel.open(locale=words.locale)
+    panel.allow("503")
+    path = f"**/api/v1/artifacts/{stored.ref}"
+    await fail_requests(page, 503, path=path, method="GET")
+    await page.goto(f"{panel.url}/#/artifacts/{stored.ref}")
+    await expect(page.locator(".viewer")).to_contain_text(words("notLoaded"))
+    await expect(page.locator(".viewer")).not_to_contain_text("store_unavailable")
+    await page.unroute(path)
+    await page.locator(".viewer").get_by_role("button", name=words("retry")).click()
+    await expect(page.locator(".file-text")).to_have_text("The text")
 
 
 async def test_a_health_check_of_a_service_shows_its_result(panel: Panel) -> None:
@@ -513,15 +527,18 @@ async def _read_snapshot(page: Page) -> None:
     await page.evaluate("async () => { await (await import('/static/state.js')).resync(); }")
 
 
-async def test_the_notice_of_an_undelivered_message_is_read_in_the_inbox_and_leads_to_it(panel: Panel) -> None:
-    page = await panel.open()
+async def test_the_notice_of_an_undelivered_message_is_read_in_the_inbox_and_leads_to_it(
+    panel: Panel, words: Words
+) -> None:
+    page = await panel.open(locale=words.locale)
     await panel.society.pause("bob")
     await panel.society.send(to="bob", text="Keep me")
     await panel.society.terminate_agent("bob")
     await expect(page).to_have_title(re.compile(r"^\(1\)"))
     await page.get_by_test_id("link-inbox").click()
-    notice = page.locator(".screen .items .item-link", has_text="Not delivered")
-    await expect(notice).to_be_visible()
+    notice = page.locator(".screen .items .item-link", has_text="Bob")
+    said = words("deadNotice", n=words("n_one_messages", n=1), names="Bob", why=words("dead_recipient_terminated"))
+    await expect(notice).to_contain_text(said)
     await expect(page).not_to_have_title(re.compile(r"^\("))
     await notice.click()
     await expect(page.locator(".screen .item")).to_contain_text("Keep me")

@@ -74,8 +74,9 @@ def test_scripts_use_no_function_that_parses_html() -> None:
 @pytest.mark.check(32)
 def test_every_text_exists_in_both_languages_and_every_used_key_exists() -> None:
     english, chinese = (json.loads((STATIC / "words" / f"{code}.json").read_text()) for code in ("en", "zh"))
-    # The reasons of refused requests are the server's own sentences, which are English.
-    assert list(english) == [key for key in chinese if not key.startswith("refused_")]
+    # English has few reasons of refused requests: most are the server's own sentences.
+    refused = [key for key in chinese if key.startswith("refused_") and key not in english]
+    assert list(english) == [key for key in chinese if key not in refused]
     assert len(english) > 200
     for key in english:
         assert english[key].strip(), key

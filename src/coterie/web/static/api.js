@@ -5,7 +5,7 @@ const SURE_MS = 10_000;
 const TRIES = 4;
 
 class Problem extends Error {
-  /** `status` 0: no answer. Code `timeout`: the server may or may not have handled the request. */
+  /** `status` 0: no answer. Code `timeout`: the server may or may not have handled the request; `error`: the answer is not Coterie's. */
   constructor(status, code, detail, more = {}) {
     super(detail);
     Object.assign(this, { status, code, detail, more });
@@ -77,7 +77,7 @@ export function upload(file, progress) {
     request.onloadend = () => {
       const { status, response } = request;
       if (status === 201) resolve(response);
-      else reject(new Problem(status, response?.code, response?.detail));
+      else reject(new Problem(status, response?.code ?? 'error', response?.detail));
     };
   });
   const form = new FormData();

@@ -31,8 +31,11 @@ export function t(key, values) {
   return values ? text.replace(/\{(\w+)\}/g, (whole, name) => (name in values ? String(values[name]) : whole)) : text;
 }
 
-/** Why a request failed, in the page's language. The server's own sentences are English; other languages have one for each code. */
-export const reasonOf = ({ status, code, detail }) => (status === 0 ? t('noAnswer') : words[`refused_${code}`] ? t(`refused_${code}`, { detail }) : detail);
+/**
+ * Why a request failed, in the page's language. The server's own sentences are English: other languages have one for each
+ * code, English only where the server's is for programs.
+ */
+export const reasonOf = ({ status, code, detail }) => (status === 0 ? t('noAnswer') : words[`refused_${code}`] ? t(`refused_${code}`, { detail, status }) : detail);
 
 // Formatting of times and sizes
 

@@ -5,7 +5,7 @@ import { artifactUrl, post } from './api.js';
 import { bytes, clockTime, dayAndTime, dayName, elapsed, recurrence, t } from './i18n.js';
 import { growing, nodes } from './markdown.js';
 import { copyText, oops } from './notices.js';
-import { approvalOf, budgetOf, everySecond, nameOf, now, on, openQuestions, PERSON, plainText, problemText, state, SYSTEM, textOf, thread, threadOf, unmarked, untilNext, usedWords } from './state.js';
+import { approvalOf, budgetOf, everySecond, nameOf, now, on, openQuestions, PERSON, plainText, problemText, state, SYSTEM, textOf, thread, threadOf, undeliveredText, unmarked, untilNext, usedWords } from './state.js';
 import { quickReplies } from './quick_replies.js';
 
 const DEEPEST = 3; // levels of nested keys that are shown
@@ -138,11 +138,12 @@ function content(message) {
     const tree = text === payload.text && message.rendered;
     parts.push(h('div', { class: 'md' }, tree?.length ? nodes(tree) : h('p', { class: 'as-typed' }, text)));
   }
-  if (message.from === SYSTEM && text !== payload.text) parts.push(h('details', { class: 'problem-more' }, h('summary', {}, t('details')), h('p', { class: 'problem-why' }, String(payload.text ?? ''))));
+  const isUndelivered = undeliveredText(message) !== undefined; // its text says all that the notice does
+  if (message.from === SYSTEM && text !== payload.text && !isUndelivered) parts.push(h('details', { class: 'problem-more' }, h('summary', {}, t('details')), h('p', { class: 'problem-why' }, String(payload.text ?? ''))));
   if (budgetOf(message)) parts.push(budgetFacts(message));
   parts.push(fileList(message));
   if (approvalOf(message)) parts.push(approvalFacts(message));
-  const more = Object.fromEntries(Object.entries(payload).filter(([key]) => !KNOWN.has(key)));
+  const more = Object.fromEntries(Object.entries(payload).filter(([key]) => !KNOWN.has(key) && !(isUndelivered && key === 'notice')));
   if (Object.keys(more).length) parts.push(structured(more));
   return parts.filter(Boolean);
 }

@@ -159,7 +159,14 @@ export function problemText(problem) {
 }
 const isKnownProblem = (problem) => typeof problem?.category === 'string' && t(`problem_${problem.category}`) !== `problem_${problem.category}`;
 
-/** The text of a message in the page's language: of a problem, a budget question and its answer; otherwise as it was written. */
+/** The notice that messages were not delivered, in the page's language; undefined for any other message. */
+export function undeliveredText({ from, payload }) {
+  const { kind, reason, recipients, count: n } = payload?.notice ?? {};
+  if (from !== SYSTEM || kind !== 'undeliverable' || t(`dead_${reason}`) === `dead_${reason}`) return undefined;
+  return t('deadNotice', { n: many('messages', n), names: recipients.map(nameOf).join(t('comma')), why: t(`dead_${reason}`) });
+}
+
+/** The text of a message in the page's language: of a notice, a problem, a budget question and its answer; otherwise as it was written. */
 export function textOf(message) {
   const budget = budgetOf(message);
   if (budget) {
@@ -169,6 +176,8 @@ export function textOf(message) {
   const translated = translationOf(message);
   if (translated) return translated.text;
   if (message.from === SYSTEM && isKnownProblem(message.payload?.problem)) return problemText(message.payload.problem);
+  const undelivered = undeliveredText(message);
+  if (undelivered) return undelivered;
   const approval = approvalOf(message);
   if (approval) return t('approvalAsk', { tool: approval.tool });
   const answered = message.option !== undefined && message.inReplyTo && state.messages.get(message.inReplyTo);

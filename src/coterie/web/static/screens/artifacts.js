@@ -98,6 +98,7 @@ async function contents(file) {
   }
   if (!TEXT.test(file.mimeType)) return h('p', { class: 'meta', text: t('artifactNoView') });
   const response = await fetch(artifactUrl(file.artifactRef), { headers: { range: `bytes=0-${SHOWN - 1}` } });
+  if (file.size && !response.ok) throw new Error(response.statusText); // the body is a problem, not the file
   const text = file.size ? await response.text() : '';
   const formatted = MARKDOWN.test(`${file.mimeType} ${file.filename}`) && text.trim() && (await blocks(text).catch(() => null));
   return [
