@@ -168,6 +168,21 @@ async def test_an_undelivered_message_is_marked_at_once_on_every_screen(panel: P
     await expect(talk.get_by_test_id("undelivered")).to_have_text(words("state_dead"))
 
 
+async def test_the_task_of_an_undelivered_message_is_not_called_done(panel: Panel, words: Words) -> None:
+    talk = await panel.open("#/a/bob", locale=words.locale)
+    await panel.society.pause("bob")
+    await ui.send(talk, "Read me")
+    await expect(talk.locator(ui.WAITING)).to_contain_text("Read me")
+    await panel.society.terminate_agent("bob")
+    line = talk.get_by_test_id("task-line")
+    await expect(line.get_by_role("link")).to_have_text(words("taskUndelivered"))
+    await talk.reload()
+    await expect(line.get_by_role("link")).to_have_text(words("taskUndelivered"))
+    await expect(line).to_have_attribute("data-state", "failed")
+    await line.get_by_role("link").click()
+    await expect(talk.get_by_test_id("task-words")).to_have_text(words("taskUnread"))
+
+
 async def test_undelivered_messages_are_sent_again_or_deleted(panel: Panel, words: Words) -> None:
     await panel.society.pause("bob")
     for text in ("Keep me", "Drop me"):
