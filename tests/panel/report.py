@@ -39,7 +39,7 @@ CHECKS = {
     20: "20 cuts in 1,000 messages lose and double nothing",
     21: "a reply cut in the middle ends as the server has it",
     22: "8 tabs: usable and up to date within the limits, at most 2 streams",
-    23: "axe finds nothing in 24 states, light and dark, 2 widths",
+    23: "axe finds nothing in 37 states, light and dark, 2 widths",
     24: "a streaming reply is announced once",
     25: "the whole journey by keyboard, a ring of 3:1 at every stop",
     26: "320 px, 200 %, spaced text: no loss; targets of 24 px",
