@@ -126,7 +126,7 @@ async def test_an_unreachable_server_is_reported_in_the_language_of_the_page(
 
 @pytest.mark.parametrize(
     ("locale", "reason"),
-    [("en-US", "every cannot be read"), ("zh-CN", "无法识别这条重复规则。服务器说明：“every cannot be read")],
+    [("en-US", "every cannot be read"), ("zh-CN", "（无法识别这条重复规则。服务器说明：“every cannot be read")],
     ids=["en-US", "zh-CN"],
 )
 async def test_a_refused_request_is_reported_in_the_language_of_the_page(

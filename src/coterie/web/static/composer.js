@@ -326,8 +326,7 @@ function notSent(local, again, restores, error) {
     putLocal(local); // the event of an equal message may have removed it
   }
   const short = again.text.length > 80 ? `${again.text.slice(0, 80)}…` : again.text || again.files.map((one) => one.filename).join(', ');
-  const why = error.status ? ` (${reasonOf(error)})` : '';
-  toast({ kind: 'error', text: t('notSent', { text: short }) + why });
+  toast({ kind: 'error', text: error.status ? t('notSentWhy', { text: short, why: reasonOf(error) }) : t('notSent', { text: short }) });
 }
 
 /** The fields of a request that make a message delayed or recurring. */

@@ -47,9 +47,9 @@ export function render(root) {
     const why = t(`dead_${one.reason}`);
     return h('li', { class: 'item', data: { messageId: one.id } }, h('p', { class: 'item-head' }, h('span', { dir: 'auto', text: `${who(one.from)} → ${who(one.to)}` }), h('time', { class: 'meta', datetime: one.createdAt, text: dayAndTime(one.createdAt) })),
       h('p', { class: 'item-text', dir: 'auto', text }),
-      h('p', { class: 'item-foot' }, h('span', { class: 'tag dead', text: why.startsWith('dead_') ? one.reason ?? '' : why }), again, remove));
+      h('p', { class: 'item-foot' }, h('span', { class: 'tag dead', text: why.startsWith('dead_') ? one.reason ?? '' : why }), h('span', { class: 'item-acts' }, again, remove)));
   };
-  fill(root, h('p', { class: 'meta', text: t('deadHow') }), list, foot);
+  fill(root, h('p', { class: 'meta screen-note', text: t('deadHow') }), list, foot);
   load();
   const end = on('snapshot', () => load());
   let soon = null;
