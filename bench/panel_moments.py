@@ -48,7 +48,7 @@ CHOICE_IN_BOTH = """async ([id, n]) => {
   const start = wall();
   all()[n].click();
   return [start, wall() + await until(() => all().some(b => b.ariaPressed === 'true') &&
-      $(`[id="qr-${id}"]`).textContent.startsWith('You chose')) - performance.now()]; }"""
+      $(`[id="qr-${id}"]`).textContent.startsWith('Your answer')) - performance.now()]; }"""
 REFUSED = """async id => {
   const all = () => $$(`.quick-replies[data-message-id="${id}"] .quick-reply-btn`);
   const real = window.fetch;
