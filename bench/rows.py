@@ -50,6 +50,7 @@ def open_plain(path: Path, agents: int) -> sqlite3.Connection:
     """Create a database as the store does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     db = open_writer(path, "full")
+    db.execute("PRAGMA wal_autocheckpoint = 1000")  # the default of SQLite; the store has its own thread for it
     migrate_sqlite(db)
     db.execute("BEGIN")
     db.execute("INSERT INTO agents (id, kind, name, created_at) VALUES ('user', 'person', 'You', 0)")
