@@ -52,7 +52,7 @@ class RunningConfiguration:
         self._lock = asyncio.Lock()
         self._unreadable_version = 0
         """The last version in the database that this process could not read."""
-        self._file_problems: Sequence[Problem] = settings.config.problems
+        self.file_problems: Sequence[Problem] = settings.config.problems
         """Of coterie.toml, and changes of it that need a restart; without those that the user of the settings finds."""
         self.health = ConfigurationHealth()
         self._health_listeners: list[Callable[[ConfigurationHealth], object]] = []
@@ -61,10 +61,9 @@ class RunningConfiguration:
         """Call `listener` each time the files are found in another state than before."""
         self._health_listeners.append(listener)
 
-    def start(self, file_problems: Sequence[Problem], found: Sequence[Problem]) -> None:
-        """Record the problems at the start: of the files, and those that the user of the settings found."""
-        self._file_problems = file_problems
-        self._set_health(ConfigurationHealth((*file_problems, *found)))
+    def start(self, found: Sequence[Problem]) -> None:
+        """Record what the user of the settings found in them at the start."""
+        self._set_health(ConfigurationHealth((*self.file_problems, *found)))
 
     def _set_health(self, health: ConfigurationHealth) -> None:
         if health != self.health:
@@ -115,7 +114,7 @@ class RunningConfiguration:
             if self._user:
                 found = await self._user.apply(services)
                 if self.health.is_applied:
-                    self._set_health(ConfigurationHealth((*self._file_problems, *found)))
+                    self._set_health(ConfigurationHealth((*self.file_problems, *found)))
         self._on_change()
 
     async def follow(self) -> None:
@@ -164,8 +163,8 @@ class RunningConfiguration:
         if has_files:
             # Their events are sent now that their profiles are in place. Those left in `before` were removed.
             await self._store.add_agents([*changed, *map(agent_of, before.values())])
-        self._file_problems = (*synchronized, *config.problems, *pending)
-        self._set_health(ConfigurationHealth((*self._file_problems, *applied)))
+        self.file_problems = (*synchronized, *config.problems, *pending)
+        self._set_health(ConfigurationHealth((*self.file_problems, *applied)))
         return self.health.problems
 
 

@@ -104,7 +104,6 @@ class Society:
         self._directory: AgentDirectory | None = None
         self._setup: Setup | None = None
         self._definitions: AgentDefinitions | None = None
-        self._file_problems: Sequence[Problem] = ()
         self._stopping = asyncio.Event()
         self._late_stops: set[asyncio.Task[None]] = set()
 
@@ -213,7 +212,7 @@ class Society:
             await store.close()
             raise
         society = cls(folder, settings, configuration=configuration, store=store, blobs=blobs, clock=clock)
-        society._file_problems = problems
+        society.configuration.file_problems = (*problems, *settings.config.problems)
         return society
 
     def _make_runtime(self, max_turns: int | None = None, *, leaves_keyless: bool = False) -> AgentRuntime:
@@ -629,14 +628,14 @@ class Society:
             log.warning("the last run did not stop cleanly; the database was checked and is intact")
         if self._clock.now() < self.store.info.last_seen - CLOCK_BEHIND_LIMIT:
             log.warning("the clock is behind the last run by more than five minutes; times shown do not go back")
-        for problem in (*self._file_problems, *self.config.problems):
+        for problem in self.configuration.file_problems:
             log.warning("%s", problem)
         self.bus.start()
         if self._relay:
             self._relay.start()
         if runtime:
             await runtime.start(run_turns=run_turns)
-            self.configuration.start((*self._file_problems, *self.config.problems), runtime.problems)
+            self.configuration.start(runtime.problems)
         self._runtime = runtime
         self.retention.start()
         self._indexer.start()

@@ -561,10 +561,8 @@ class TurnTransaction:
     ) -> None:
         seq, turn_no = self.mailbox.next_hist_seq, self.mailbox.turn_no
         calls = [replace(call, invalid_arguments=None) if call.invalid_arguments else call for call in calls]
-        calls_json = None
-        if calls:
-            described = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in calls]
-            calls_json = _encode(described).decode()
+        described = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in calls]
+        calls_json = _encode(described).decode() if calls else None
         message_id = message and message.id
         files = turn_rows.encode_attachments(attachments)
         self._history_rows.append((self._agent_id, seq, turn_no, role, message_id, content, calls_json, call_id, files))

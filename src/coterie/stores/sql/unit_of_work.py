@@ -184,7 +184,11 @@ class UnitOfWork:
         if hops is None:
             hops, task = (0, None) if envelope.cause is None else self._continue_chain(envelope)
         if hops > self._limits.max_hops:
-            raise _too_many_hops(hops, self._limits.max_hops)
+            raise Refused(
+                "hop_limit",
+                f"this chain of messages is {hops - 1} long, the most is {self._limits.max_hops}: answer the person,"
+                " or start a new chain with a message delayed by a minute or more",
+            )
         # A message that is delivered later answers only the question that it names; a recurring one answers none.
         answers_none = reply_checked or envelope.every or (envelope.delay and envelope.in_reply_to is None)
         questions = NO_QUESTIONS if answers_none else self._questions.find_answered(envelope)
@@ -637,14 +641,6 @@ class UnitOfWork:
             rows = self._db.execute(_SELECT_READABLE_ARTIFACT, {"ref": ref, "reader": sender})
         if not rows.fetchone():
             raise Refused("attachment_unknown", f"there is no artifact {ref!r}: upload the file first")
-
-
-def _too_many_hops(hops: int, limit: int) -> Refused:
-    return Refused(
-        "hop_limit",
-        f"this chain of messages is {hops - 1} long, the most is {limit}: answer the person, or start a new chain with"
-        " a message delayed by a minute or more",
-    )
 
 
 def _unblocks(envelope: Envelope, mailbox: Mailbox) -> bool:
