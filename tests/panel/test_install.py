@@ -5,7 +5,7 @@ from __future__ import annotations
 from playwright.async_api import expect
 
 from tests.panel import ui
-from tests.panel.harness import Panel
+from tests.panel.harness import Panel, eventually
 from tests.panel.words import Words
 
 
@@ -48,7 +48,7 @@ async def test_a_notification_opens_its_message(panel: Panel, words: Words) -> N
     context = await panel.browser(locale=words.locale)
     await context.add_init_script(
         """window.notes = [];
-        window.Notification = class { constructor(title, told) { notes.push(this); } close() {}
+        window.Notification = class { constructor(title, told) { this.told = told; notes.push(this); } close() {}
             static permission = 'granted'; static requestPermission = async () => 'granted'; };
         Object.defineProperty(document, 'hidden', {get: () => true});
         if (location.protocol === 'http:') localStorage.setItem('coterie.notify', '1');"""
@@ -56,8 +56,14 @@ async def test_a_notification_opens_its_message(panel: Panel, words: Words) -> N
     page = await panel.open("#/inbox", context=context)
     for n in range(60):
         await panel.send_as_agent(f"Filler {n}", by="bob")
+
+    async def is_heard() -> bool:
+        await panel.send_as_agent("One more", by="bob")
+        return bool(await page.evaluate("() => notes.length"))
+
+    await eventually(is_heard)  # the script that shows notifications is loaded after the page
     wanted = await panel.send_as_agent("Look at this", by="ada")
-    await page.wait_for_function("() => notes.length > 60")
-    await page.evaluate("() => notes.at(-1).onclick()")
+    await page.wait_for_function("id => notes.some((note) => note.told.tag === id)", arg=wanted)
+    await page.evaluate("id => notes.find((note) => note.told.tag === id).onclick()", wanted)
     await expect(ui.message(page, wanted)).to_be_in_viewport()
     assert page.url.endswith(f"#/a/ada?m={wanted}")
