@@ -237,7 +237,8 @@ class MessageRow(msgspec.Struct, gc=False):
 class NewMessageRow(msgspec.Struct, gc=False):
     """A message to insert; the fields are columns of `messages`.
 
-    Pass the required fields by position: msgspec needs five times as long for 20 keywords.
+    Pass the required fields by position: msgspec needs five times as long for 20 keywords. Flags are integers, because
+    sqlite3 looks for an adapter of each bool.
     """
 
     seq: int
@@ -248,10 +249,10 @@ class NewMessageRow(msgspec.Struct, gc=False):
     created_at: int
     payload: str
     thread: str | None
-    question: bool
+    question: int
     in_seq: int | None = None
     delivered_at: int | None = None
-    queued: bool = False
+    queued: int = 0
     hops: int = 0
     # Few messages have more than the columns above. The defaults of those below are those of the table.
     deliver_at: int | None = None

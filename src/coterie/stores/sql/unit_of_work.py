@@ -270,10 +270,10 @@ class UnitOfWork:
             at,
             envelope.payload_json,
             envelope.thread,
-            envelope.is_question,
+            int(envelope.is_question),
             in_seq,
             delivered_at,
-            queued and not deliver_at,
+            int(queued and not deliver_at),
             hops,
         )
         row.deliver_at, row.in_reply_to, row.cause = deliver_at, envelope.in_reply_to, envelope.cause
@@ -464,7 +464,7 @@ class UnitOfWork:
                 self.timestamp,
                 envelope.payload_json,
                 envelope.thread,
-                envelope.is_question,
+                int(envelope.is_question),
                 in_reply_to=envelope.in_reply_to,
                 cause=envelope.cause,
                 automatic=True,
