@@ -146,7 +146,7 @@ class TaskOutcome(Struct, frozen=True, kw_only=True):
     messages: Sequence[Message] = ()
     """What was sent to the person for the task after the followed message, in order."""
     problem: str | None = None
-    """Why it does not go on, if somebody has to act first."""
+    """Why it does not go on until a person or program acts; None: it goes on."""
 
     @property
     def answer(self) -> Message | None:
@@ -439,7 +439,7 @@ class TaskStream:
         if event.kind == "agent.state" and self._is_active:
             return  # the end of its turn changes the task, too
         if event.kind == "queue.changed" and self._is_only_stored and self._expected in (event.data or ""):
-            # The agent took the message at once: the task works, and nobody has said anything.
+            # The agent took the message at once: the task works, and no agent has answered yet.
             self._is_changed, self._is_only_stored, self._is_active = False, False, True
             return
         self.wake()
