@@ -116,6 +116,8 @@ class Task(Struct, frozen=True, kw_only=True, gc=False):
     """Budgets granted: the first one, and one per Continue."""
     budget_question: str | None = None
     """The open question whether the task may go on."""
+    unread: bool = False
+    """No agent read its first message, which was withdrawn or could not be delivered."""
 
     @property
     def agent(self) -> str:
@@ -155,6 +157,7 @@ class Task(Struct, frozen=True, kw_only=True, gc=False):
             "budget": (budget or Budget()).to_dict(),
             "budgets": self.budgets,
             "budgetQuestion": self.budget_question,
+            "unread": self.unread,
         }
 
 

@@ -222,6 +222,7 @@ class Hub:
         if self._shutdown_frame is None:
             await self._start_tasks()
         seen, reset_reason = await self._resume_position(last_event_id)
+        health = self._society.configuration.health
         await client.write(self._hello(seen, reset_reason))
         prev, tasks = seen, dict.fromkeys(await recently_changed(self._society, seen) if last_event_id else ())
         while True:
@@ -246,6 +247,8 @@ class Hub:
             client.put(frame("draft.snapshot", {"draftId": draft.id, "agent": draft.agent_id, "text": draft.text}))
         for progress in self._live.progress:
             client.put(_progress_frame(progress))
+        if self._society.configuration.health != health:  # it changed after `hello`
+            client.put(self._health_frame())
         if self._shutdown_frame is not None:
             client.put(self._shutdown_frame)
             client.close()
@@ -408,9 +411,11 @@ class Hub:
             await self._clock.wait(self._never, PROGRESS_INTERVAL)
 
     def _on_health(self, health: ConfigurationHealth) -> None:
-        data = frame("configuration.state", ConfigurationState.of(health).to_dict())
         for client in self._live_clients():
-            client.put(data)
+            client.put(self._health_frame())
+
+    def _health_frame(self) -> bytes:
+        return frame("configuration.state", ConfigurationState.of(self._society.configuration.health).to_dict())
 
     async def _send_pings(self) -> None:
         while self.clients:

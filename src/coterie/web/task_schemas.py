@@ -66,6 +66,10 @@ class Task(Schema, kw_only=True):
     budget: TaskBudget
     budgets: Annotated[int, Meta(description="Budgets granted: the first one, and one per Continue.")]
     budget_question: Annotated[str | None, Meta(description="The open question whether it may go on.")]
+    unread: Annotated[
+        bool,
+        Meta(description="No agent read its first message, which was withdrawn or could not be delivered."),
+    ]
 
     @classmethod
     def of(cls, society: Society, task: tasks.Task) -> Self:

@@ -43,7 +43,8 @@ tasks.stopped_at, tasks.messages, tasks.active, tasks.queued, tasks.questions, t
 tasks.input_tokens, tasks.output_tokens, tasks.cached_tokens, tasks.tool_calls, tasks.model_ms, tasks.cost,
 tasks.unpriced, tasks.budgets, tasks.budget_question,
 (SELECT CAST(payload AS BLOB) FROM messages WHERE messages.id = tasks.id),
-(SELECT count(DISTINCT agent_id) FROM turns WHERE turns.task = tasks.id)
+(SELECT count(DISTINCT agent_id) FROM turns WHERE turns.task = tasks.id),
+(SELECT CASE WHEN state IN ('withdrawn', 'dead') THEN 1 ELSE 0 END FROM messages WHERE messages.id = tasks.id)
 """
 """Columns of `_TaskRow`. The text of a cleared or pruned message is gone."""
 _SELECT_TASKS = f"""
@@ -193,6 +194,8 @@ class _TaskRow(NamedTuple):
     payload: str | bytes | None
     agents: int
     """Agents that have ended a turn for it."""
+    is_dropped: int | None
+    """1: its first message was withdrawn or could not be delivered."""
 
 
 class BusyAgent(NamedTuple):
@@ -457,6 +460,7 @@ def _to_tasks(db: Connection, rows: Sequence[Sequence[Any]], busy: Sequence[Busy
             unpriced=row.unpriced,
             budgets=row.budgets,
             budget_question=row.budget_question,
+            unread=row.is_dropped == 1 and not row.turns,
         )
         for row in found
     ]

@@ -104,7 +104,7 @@ export function mountTray(root, agent, changed, moveTo, uploaded) {
     ready: () => chips.filter((one) => one.status === 'ready').map((one) => one.artifact),
     /** Moves all chips to another agent's composer, also those still uploading. */
     hand(other) {
-      handed.set(other, chips);
+      handed.set(other, [...(handed.get(other) ?? []), ...chips]); // others may still be uploading there
       chips = [];
     },
     clear() {

@@ -5,7 +5,7 @@ import { get, post, query } from './api.js';
 import { button, h, setAttr, setText } from './dom.js';
 import { duration, many, money, t } from './i18n.js';
 import { oops, toast } from './notices.js';
-import { isOpenTask, nameOf, on, PERSON, state, touch } from './state.js';
+import { isOpenTask, nameOf, on, state, touch } from './state.js';
 
 const SOON_MS = 300; // the event of a new task arrives earlier
 const PAGE = 100;
@@ -24,8 +24,7 @@ export function taskWords(task, since = task.createdAt) {
   const { state: now, active, activeAgents, agents, messages } = task;
   const lasted = duration(Math.max(100, Date.parse(task.stoppedAt ?? task.lastAt) - Date.parse(since)));
   const live = now === 'waiting' ? t('taskState_waiting') : active > 1 ? t('agentsAtWork', { n: active }) : active === 1 ? t('agentAtWork', { name: nameOf(activeAgents[0]) }) : t('taskQueued');
-  const isUnread = now === 'done' && task.from === PERSON && !task.turns; // its message was withdrawn or not delivered
-  const words = isOpenTask(task) ? [live, many('messages', messages)] : [isUnread ? t('taskUnread') : t(ENDED[now], { time: lasted }), agents > 1 && many('agents', agents)];
+  const words = isOpenTask(task) ? [live, many('messages', messages)] : [now === 'done' && task.unread ? t('taskUnread') : t(ENDED[now], { time: lasted }), agents > 1 && many('agents', agents)];
   return [...words, costWords(task)].filter(Boolean).join(' · ');
 }
 

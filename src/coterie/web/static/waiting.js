@@ -72,7 +72,7 @@ export function mountStrip(root, agent) {
     root.hidden = items.length === 0;
     root.classList.toggle('strip-many', items.length > 1);
     list.classList.toggle('is-open', open);
-    setAttr(head, 'aria-expanded', open);
+    setAttr(head, 'aria-expanded', String(open));
     fill(head, t('interjectionsWait', { n: items.length }), h('span', { 'aria-hidden': 'true' }, open ? ' ▴' : ' ▾')).hidden = items.length < 2;
     rows = new Map(items.map((one, index) => {
       const key = one.id ?? one.clientId;
