@@ -73,7 +73,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     call: PlannedCall | None = None
     """The call to run."""
     cause: str | None = None
-    """Id of the newest message of this turn."""
+    """Id of the newest message of this turn that belongs to `task`. What the turn sends is caused by it."""
     task: str | None = None
     """The task that the turn counts for."""
     for_person: bool = False

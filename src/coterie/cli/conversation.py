@@ -85,6 +85,11 @@ class ChatMessage:
         return self.sender == SYSTEM and "problem" in self.json["payload"]
 
     @property
+    def is_damaged(self) -> bool:
+        """True for the notice that the agent's stored turn is damaged. It belongs to no task."""
+        return self.is_problem and self.json["payload"]["problem"].get("category") == "damaged"
+
+    @property
     def is_delivered(self) -> bool:
         """True if it has reached the person."""
         return self.to == PERSON and self.state in ("pending", "taken")
@@ -478,7 +483,7 @@ async def wait_for_task(
         if isinstance(error, ServerStopping) or await conversation.is_stopped():
             raise stopped from None
         raise
-    found = [answer for answer in answers.values() if answer.is_problem or answer.json["task"] == receipt.task]
+    found = [answer for answer in answers.values() if answer.is_damaged or answer.json["task"] == receipt.task]
     if not found and task["state"] == "stopped":
         raise NoAnswer(f"the task was stopped before {agent} answered")
     if not found:

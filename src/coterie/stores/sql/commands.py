@@ -96,6 +96,7 @@ _SELECT_CLEARED_BUDGETS = """
 SELECT id FROM tasks
  WHERE budget_question IS NOT NULL AND NOT EXISTS (SELECT 1 FROM messages WHERE messages.id = budget_question)
 """
+_SELECT_EXISTS = "SELECT 1 FROM messages WHERE id = :id"
 _CLEAR_BUDGET_QUESTION = "UPDATE tasks SET budget_question = NULL WHERE id = :id"
 _DELETE_HISTORY = (
     "DELETE FROM summaries WHERE agent_id = :agent_id",
@@ -484,7 +485,8 @@ def clear_thread(db: Connection, uow: UnitOfWork, agent_id: str) -> int:
             person_mailbox.remove_message(size)
         if is_open:
             uow.tasks.of(task).questions -= 1
-    freed = _clear_budget_questions(db, uow) if any(is_open for *_, is_open in deleted) else []
+    asked = sorted({task for *_, task, is_open in deleted if is_open})
+    freed = _clear_budget_questions(db, uow, asked) if asked else []
     for sql in _DELETE_HISTORY:
         db.execute(sql, {"agent_id": agent_id})
     db.execute("UPDATE agents SET cleared_seq = taken_seq WHERE id = :id", {"id": agent_id})
@@ -505,11 +507,20 @@ def clear_thread(db: Connection, uow: UnitOfWork, agent_id: str) -> int:
     return len(deleted)
 
 
-def _clear_budget_questions(db: Connection, uow: UnitOfWork) -> list[str]:
-    """Close the budget questions whose messages were deleted. Return their tasks."""
+def _clear_budget_questions(db: Connection, uow: UnitOfWork, asked: Sequence[str]) -> list[str]:
+    """Close the budget questions whose messages were deleted. Return their tasks.
+
+    `asked`: tasks of which open questions were deleted. An earlier job of the batch may have opened one that is not in
+    the task's row yet.
+    """
     task_ids = [task_id for (task_id,) in db.execute(_SELECT_CLEARED_BUDGETS).fetchall()]
     uow.lock_tasks(task_ids)
     db.executemany(_CLEAR_BUDGET_QUESTION, [{"id": task_id} for task_id in task_ids])
+    for task_id in asked:
+        opened = [change.budget_question for change in uow.unwritten_changes(task_id) if change.budget_question]
+        if opened and not db.execute(_SELECT_EXISTS, {"id": opened[-1]}).fetchone():
+            uow.tasks.of(task_id).close_question()
+            task_ids.append(task_id)
     return task_ids
 
 

@@ -232,7 +232,7 @@ def _changed_columns(before: Mailbox, after: Mailbox) -> dict[str, Any]:
 
 
 _SELECT_QUESTION = """
-SELECT sender, CAST(payload AS BLOB), question, answered_by, answered_option, coalesce(task, id) FROM messages
+SELECT sender, CAST(payload AS BLOB), question, answered_by, answered_option, coalesce(task, id), state FROM messages
  WHERE id = :id
 """
 _SELECT_OPEN = """
@@ -265,6 +265,11 @@ class _QuestionRow(NamedTuple):
     answered_by: str | None
     answered_option: int | None
     task: str
+    state: str
+
+    @property
+    def is_open(self) -> bool:
+        return self.answered_by is None and self.state in ("pending", "taken")
 
 
 class Questions:
@@ -340,7 +345,7 @@ class Questions:
         if envelope.sender != PERSON or not question.question or envelope.to != question.sender:
             return {}
         if envelope.option is None:
-            return {} if question.answered_by else {message_id: question.task}  # free text is never refused
+            return {message_id: question.task} if question.is_open else {}  # free text is never refused
         status = approval_status(self._db, message_id, question.sender, question.payload)
         if envelope.via is not None and (status or read_budget_question(self._db, question.task) == message_id):
             raise Refused("not_yours", "only the owner may approve a call or grant a budget: use the panel")
@@ -350,8 +355,11 @@ class Questions:
                 "that approval is void: its call no longer waits for it",
                 answer=QuestionAnswer(message_id, None).to_dict(),
             )
-        if question.answered_by is None:
+        if question.is_open:
             return {message_id: question.task}
+        if question.answered_by is None:
+            reason = "that question was withdrawn, or is not delivered yet"
+            raise Refused("already_answered", reason, answer=QuestionAnswer(message_id, None).to_dict())
         first_answer = to_answer(question.answered_by, question.answered_option)
         assert first_answer is not None  # noqa: S101
         reason = "that question was answered already"
@@ -379,7 +387,8 @@ class Questions:
     def _find(self, message_id: str) -> _QuestionRow | None:
         if row := self._buffered.get(message_id):
             task = row.task or row.id
-            return _QuestionRow(row.sender, row.payload, row.question, row.answered_by, row.answered_option, task)
+            answer = row.answered_by, row.answered_option
+            return _QuestionRow(row.sender, row.payload, row.question, *answer, task, row.state)
         return _read_question(self._db, message_id)
 
     def _open_questions(self, agent_id: str) -> dict[str, str]:

@@ -56,7 +56,7 @@ def is_answered(db: Connection, uow: UnitOfWork, reminder: Envelope) -> bool:
             f"{reminder.unless_answered!r} is no question of yours: name a message that you sent to an agent, or one"
             " with quickReplies to the person",
         )
-    if answered_by is not None:
+    if answered_by not in (None, reminder.unless_answered):  # its own id: it was closed without an answer
         return True
     parameters = {"seq": seq, "id": reminder.unless_answered, "answerer": recipient, "asker": sender}
     return db.execute(_SELECT_ANSWER, parameters).fetchone() is not None

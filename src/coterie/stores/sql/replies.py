@@ -84,14 +84,16 @@ def send_replies(
             continue  # the task itself shows that it was stopped
         if reply.is_error:
             problem = {"agent": agent_id, **reply.problem}
-            sent.append(_send(uow, SYSTEM, target, {"text": reply.text, "problem": problem}))
+            sent.append(_send(uow, SYSTEM, target, {"text": reply.text, "problem": problem})[0])
         else:
             answer = _find_sent(db, agent_id, target.sender, turn_no, reply.text) if may_have_sent else None
             if answer is None:
                 files = {"attachments": [*reply.attachments]} if reply.attachments else {}
                 code = ending_code(stopped=reply.is_partial, cut_off=reply.cut_off)
-                answer = _send(uow, agent_id, target, {"text": reply.text, **files}, stopped=code)
+                answer, is_delivered = _send(uow, agent_id, target, {"text": reply.text, **files}, stopped=code)
                 sent.append(answer)
+                if not is_delivered:
+                    continue  # a dead letter is no answer
             if uow.mailbox(target.sender).reminders and not reply.asks_back:
                 read = db.execute(reminders.SELECT_READ_TOGETHER, {"id": target.id, "asker": target.sender})
                 answered = {target.id, *(message_id for (message_id,) in read.fetchall())}
@@ -99,7 +101,10 @@ def send_replies(
     return tuple(sent)
 
 
-def _send(uow: UnitOfWork, sender: str, target: ReplyTarget, payload: dict[str, object], *, stopped: int = 0) -> str:
+def _send(
+    uow: UnitOfWork, sender: str, target: ReplyTarget, payload: dict[str, object], *, stopped: int = 0
+) -> tuple[str, bool]:
+    """Return the id of the reply, and False if it became a dead letter."""
     address: dict[str, Any] = {"sender": sender, "to": target.sender, "in_reply_to": target.id, "cause": target.id}
     try:
         envelope = make_envelope(**address, payload=payload)
@@ -114,7 +119,8 @@ def _send(uow: UnitOfWork, sender: str, target: ReplyTarget, payload: dict[str, 
     except Refused as refusal:
         # A reply that cannot be delivered must not get lost: it becomes a dead letter.
         uow.store_dead_letter(envelope, refusal.code, target.task)
-    return envelope.id
+        return envelope.id, False
+    return envelope.id, True
 
 
 def find_askers(db: Connection, agent_id: str, turn_no: int, asks_back: bool = False) -> dict[Asker, ReplyTarget]:

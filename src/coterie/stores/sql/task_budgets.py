@@ -63,11 +63,17 @@ def find_exceeded(
 def ask_about_budget(
     db: Connection, uow: UnitOfWork, task_id: str, budget: Budget, agent_id: str, cause: str | None
 ) -> None:
-    """Ask the person whether the task may go on, unless that question is open already."""
+    """Ask the person whether the task may go on, unless that question is open already.
+
+    If the person has granted more meanwhile, the agent tries again.
+    """
     uow.mailbox(PERSON)  # locked: of two processes at the limit, the second finds the question of the first
     row = _read(db, uow, task_id)
     reason = exceeded(budget, row.budgets, row.used)
-    if row.budget_question or reason is None:
+    if row.budget_question:
+        return
+    if reason is None:
+        uow.mailbox(agent_id).runnable_at = uow.now
         return
     question = budget_question_id(task_id, row.budget_asks + 1)
     names = [name for (name,) in db.execute(_SELECT_WORKERS, {"task": task_id, "agent_id": agent_id})]

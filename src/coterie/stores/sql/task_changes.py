@@ -104,7 +104,9 @@ class TaskChange(msgspec.Struct, gc=False):
         parameters = {name: value for name, value in zip(_SUMMED, astuple(self), strict=False) if value}
         summed = tuple(parameters)
         parameters["id"], parameters["at"] = task_id, at
-        adds_work = self.queued > 0 or self.active > 0 or self.adds_later == 1
+        # A turn of the batch may have begun before a job of the same batch stopped the task.
+        begins_turn = self.turns > 0 and not self.stops
+        adds_work = self.queued > 0 or self.active > 0 or begins_turn or self.adds_later == 1
         if self.failed >= 0:
             parameters["failed"] = self.failed
         if self.budget_question:

@@ -65,7 +65,9 @@ def stop_task(db: Connection, uow: UnitOfWork, task_id: str) -> StoppedTask:
     if row[0] is not None:
         return StoppedTask()
     db.execute(_STOP_TASK, {"id": task_id, "at": uow.timestamp})
-    uow.tasks.of(task_id).stops = 1
+    change = uow.tasks.of(task_id)
+    change.stops = 1
+    change.close_question()  # an earlier job of the batch may have opened one that is not written yet
     questions = [question for (question,) in db.execute(_SELECT_QUESTIONS, {"task": task_id}).fetchall()]
     closed = sum(uow.close_question(question, stopped=True) for question in questions)
     agent_ids = _stop_turns(db, uow, task_id)

@@ -63,9 +63,11 @@ from coterie.turn import (
 )
 from coterie.turn_store import Claim, HistoryRow, ReplyTarget, StaleClaim
 
+# The newest message of the task that the turn counts for. Retention may have deleted it; then the newest of all.
 _SELECT_CAUSE = """
-SELECT message_id FROM history WHERE agent_id = :agent_id AND turn_no = :turn_no AND message_id IS NOT NULL
- ORDER BY seq DESC LIMIT 1
+SELECT history.message_id FROM history LEFT JOIN messages ON messages.id = history.message_id
+ WHERE history.agent_id = :agent_id AND history.turn_no = :turn_no AND history.message_id IS NOT NULL
+ ORDER BY CASE WHEN messages.id = :task OR messages.task = :task THEN 0 ELSE 1 END, history.seq DESC LIMIT 1
 """
 _HIDE_MESSAGES = "UPDATE history SET hidden = 1 WHERE agent_id = :agent_id AND turn_no = :turn_no AND role = 'user'"
 _UPSERT_USAGE = """
@@ -272,9 +274,15 @@ class TurnTransaction:
         if stored := turn_rows.read_open_plan(self._db, self._agent_id):
             self._plan_key, self._plan = stored
             self._stored_plan = self._plan
-        row = self._db.execute(_SELECT_CAUSE, {"agent_id": self._agent_id, "turn_no": self.mailbox.turn_no}).fetchone()
-        self._cause = row[0] if row else None
+        self._cause = self._read_cause()
         self._cuts = turn_rows.count_cuts(self._db, self._agent_id, self.mailbox.turn_no)
+
+    def _read_cause(self) -> str | None:
+        """Return the message that causes what the turn sends, so that it belongs to the task of the turn."""
+        row = self.mailbox
+        found = {"agent_id": self._agent_id, "turn_no": row.turn_no, "task": row.task}
+        cause = self._db.execute(_SELECT_CAUSE, found).fetchone()
+        return cause[0] if cause else None
 
     def _write(self, write: Write) -> None:
         match write:  # the frequent ones first: cases are tested in order
@@ -325,7 +333,6 @@ class TurnTransaction:
             self.mailbox.person = 1
         for message in taken:
             self._append_history("user", message=message)
-            self._cause = message.id
         if taken:
             self._took_from_person = any(message.sender == PERSON for message in taken)
             tasks = [*self._other_tasks(), *([self.mailbox.task] if self.mailbox.task else [])]
@@ -333,6 +340,7 @@ class TurnTransaction:
             # While a plan is open, the turn keeps the task of the plan.
             newest = self.mailbox.task if self._plan and not self._closed_by and self.mailbox.task else tasks[-1]
             self._set_task(newest, [task for task in dict.fromkeys(tasks) if task != newest])
+            self._cause = next((message.id for message in reversed(taken) if message.task == newest), self._cause)
         ids = [message.id for message in taken[:MAX_IDS_IN_EVENT]]
         data: dict[str, Any] = {"taken": ids, "takenCount": len(taken), "withdrawnCalls": self._withdrawn_calls}
         if taken:
@@ -375,6 +383,9 @@ class TurnTransaction:
             if task_budgets.find_exceeded(self._db, self._uow, other, budget, with_turn=True) is None:
                 others = [task for task in self._other_tasks() if task != other]
                 self._set_task(other, [*others, row.task])
+                self._uow.flush_messages()
+                self._flush_history()
+                self._cause = self._read_cause()
                 return True
         return self._answers_person()
 

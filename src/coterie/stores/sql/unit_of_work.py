@@ -306,7 +306,7 @@ class UnitOfWork:
         change.queued += row.state == "delayed" or (row.state == "pending" and row.recipient != PERSON)
         if row.recipient == PERSON and row.state == "pending":
             change.questions += row.question
-            change.failed = int(row.sender == SYSTEM and envelope.about_agent is not None)
+            change.failed = int(row.sender == SYSTEM)  # an error, or the notice of a message that was not delivered
 
     def leave_queue(self, message: MessageRow | NewMessageRow | StoredMessage) -> None:
         """Count a message that no longer waits for an agent, or is no longer delayed."""

@@ -24,7 +24,7 @@ export function taskWords(task, since = task.createdAt) {
   const { state: now, active, activeAgents, agents, messages } = task;
   const lasted = duration(Math.max(100, Date.parse(task.stoppedAt ?? task.lastAt) - Date.parse(since)));
   const live = now === 'waiting' ? t('taskState_waiting') : active > 1 ? t('agentsAtWork', { n: active }) : active === 1 ? t('agentAtWork', { name: nameOf(activeAgents[0]) }) : t('taskQueued');
-  const words = isOpenTask(task) ? [live, many('messages', messages)] : [now === 'done' && task.unread ? t('taskUnread') : t(ENDED[now], { time: lasted }), agents > 1 && many('agents', agents)];
+  const words = isOpenTask(task) ? [live, many('messages', messages)] : [now !== 'stopped' && task.unread ? t('taskUnread') : t(ENDED[now], { time: lasted }), agents > 1 && many('agents', agents)];
   return [...words, costWords(task)].filter(Boolean).join(' · ');
 }
 
