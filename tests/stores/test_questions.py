@@ -248,6 +248,23 @@ async def test_a_delayed_question_is_neither_open_nor_answered_by_free_text(stor
     assert await open_questions(store) == [asked]
 
 
+@pytest.mark.parametrize("delay_ms", [None, 3_600_000])
+async def test_a_question_that_is_withdrawn_or_not_delivered_yet_has_no_answer(
+    store: Any, clock: FakeClock, delay_ms: int | None
+) -> None:
+    asked = await ask(store, delay_ms=delay_ms)
+    if delay_ms is None:
+        await store.withdraw(asked, "ada")
+    assert (await refusal(store.send(press(asked)))).code == "already_answered"
+    await store.send(free_text(in_reply_to=asked))
+    assert await answer(store, asked) is None
+    await clock.advance(hours=1)
+    await store.promote_due(10)
+    assert await open_questions(store) == ([asked] if delay_ms else [])
+    found = (await store.tasks_by_id([asked])).get(asked)
+    assert found is None or found.questions == bool(delay_ms)
+
+
 async def test_the_questions_of_a_terminated_agent_stay_as_they_are(store: Society) -> None:
     answered, left = await ask(store), await ask(store)
     pressed = await store.send(press(answered))

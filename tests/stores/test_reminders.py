@@ -14,7 +14,7 @@ import pytest
 from coterie.agents import Agent
 from coterie.errors import Refused
 from coterie.messages import make_envelope
-from coterie.store import Page
+from coterie.store import Limits, Page
 from coterie.stores.sql import reminders
 from coterie.testing import FakeClock
 from coterie.turn import ModelFailed
@@ -160,6 +160,31 @@ async def test_a_question_that_a_stop_has_closed_has_no_answer(store: Society, c
     reminder = await remind(store, asked.message_id)
     await store.stop_task(task)
     assert await fires(store, clock) == [reminder.message_id]
+
+
+async def test_a_reminder_about_a_question_that_a_stop_has_closed_is_delivered(
+    store: Society, clock: FakeClock
+) -> None:
+    task = (await send(store)).task
+    await claim(store)
+    asked = await send(store, "user", "well?", "ada", quick_replies=["Yes"], cause=task)
+    await store.stop_task(task)
+    reminder = await remind(store, asked.message_id)
+    assert reminder.state == "delayed"
+    assert await fires(store, clock) == [reminder.message_id]
+
+
+async def test_a_reply_that_cannot_be_delivered_is_no_answer(engine: Engine, tmp_path: Path, clock: FakeClock) -> None:
+    store = await engine.open(tmp_path / "small", clock, Limits(mailbox=1))
+    await store.add_agents([*PEOPLE, Agent(id="cyd", name="Cyd")])
+    asked = await send(store, "bob", "well?", "ada")
+    reminder = await remind(store, asked.message_id)
+    await store.pause("ada")
+    await send(store, "ada", "fills the mailbox", "cyd")
+    await step(store, await claim(store, "bob"), said("yes"))
+    assert [one.sender for one in await store.messages(Page(), state="dead")] == ["bob"]
+    assert await fires(store, clock) == [reminder.message_id]
+    await store.close()
 
 
 @pytest.mark.parametrize("what", ["unknown", "of another", "no question to the person", "withdrawn"])

@@ -224,6 +224,19 @@ async def test_other_tasks_of_a_blocked_agent_go_on(store: Society) -> None:
     assert (await task_of(store, task)).state == "working"  # ada got its answer in its own task
 
 
+async def test_a_turn_that_goes_on_for_another_task_sends_in_that_task(store: Society) -> None:
+    task, _ = await at_the_limit(store)
+    await store.pause("cyd")
+    other = await send(store, "cyd", "and mine?", "bob")
+    await send(store, "cyd", "help me, too", "ada", cause=task)
+    await store.resume("cyd")
+    claimed = await claim(store, "cyd", rules=ONE_TURN)
+    assert (claimed.action, claimed.task) == (AskModel(), other.task)
+    claimed = await step(store, claimed, says("", message_to("user")), rules=ONE_TURN)
+    await run_send(store, claimed, ONE_TURN)
+    assert (await store.waiting("user"))[-1].task == other.task
+
+
 async def test_an_agent_between_two_tasks_that_have_no_budget_left_asks_about_each(store: Society) -> None:
     first, question = await at_the_limit(store)
     second = (await send(store, "cyd")).task

@@ -241,6 +241,15 @@ async def test_a_turn_with_messages_of_two_tasks_goes_on_without_the_stopped_one
     assert (await task_of(store, kept)).turns == 1
 
 
+async def test_a_shared_turn_goes_on_to_send_for_the_task_that_is_left(store: Society) -> None:
+    first, second = (await send(store, sender="bob")).task, (await send(store, text="and I", sender="cyd")).task
+    await step(store, await claim(store), says("", call("a")))
+    await store.stop_task(second)
+    claimed = await step(store, await claim(store), says("", message_to("bob", "help me")))
+    await run_send(store, claimed)
+    assert (await newest(store, "bob")).task == first
+
+
 @pytest.mark.parametrize("at", ["llm", "wait_retry", "wait_approval", "blocked"])
 async def test_a_paused_agent_goes_on_without_the_stopped_task_when_it_is_resumed(
     store: Society, clock: FakeClock, at: str

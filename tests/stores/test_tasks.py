@@ -271,6 +271,25 @@ async def test_a_turn_that_waits_for_a_retry_works(store: Society) -> None:
     assert ((await task_of(store, task)).state, (await task_of(store, task)).active) == ("working", 1)
 
 
+async def test_a_task_whose_message_was_not_delivered_has_failed_and_is_unread(store: Society) -> None:
+    await store.pause("bob")
+    lost = (await send(store, "bob", "read me")).task
+    await store.terminate("bob")
+    found = await task_of(store, lost)
+    assert (found.state, found.unread) == ("failed", True)
+
+
+async def test_two_messages_that_one_turn_read_are_not_unread(store: Society) -> None:
+    await store.pause("ada")
+    tasks = [(await send(store, text=text)).task for text in ("first", "second")]
+    await store.resume("ada")
+    await step(store, await claim(store), said("to both"))
+    assert [((await task_of(store, task)).turns, (await task_of(store, task)).unread) for task in tasks] == [
+        (0, False),
+        (1, False),
+    ]
+
+
 async def test_a_task_whose_last_word_was_a_failure_has_failed_until_a_better_one(store: Society) -> None:
     task = (await send(store)).task
     await step(store, await claim(store), ModelFailed(message="no such model", recovery="give_up"))
