@@ -57,6 +57,26 @@ async def test_a_file_that_cannot_be_read_leaves_everything_as_it_was(
         (tmp_path / file).write_text(TWO if file == "coterie.toml" else '{"services": []}')
 
 
+async def test_a_services_file_that_was_mended_is_no_longer_a_problem(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        configuration, file = here.society.configuration, tmp_path / "llmservices.json"
+        before = file.read_text()
+        file.write_text('{"services": [')
+        with pytest.raises(ConfigError):
+            await here.society.reload()
+        assert not configuration.health.is_applied
+        file.write_text(before)
+        await configuration.reload_services()  # what the setup page does
+        assert (configuration.health.problems, configuration.health.is_applied) == ((), True)
+        (tmp_path / "coterie.toml").write_text("[agents.ada")
+        with pytest.raises(ConfigError):
+            await here.society.reload()
+        await configuration.reload_services()
+        assert locations(configuration.health.problems)[0].startswith("coterie.toml")
+        assert not configuration.health.is_applied
+        (tmp_path / "coterie.toml").write_text(TWO)
+
+
 async def test_a_reload_adds_new_agents_and_updates_existing_ones(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         (tmp_path / "coterie.toml").write_text(

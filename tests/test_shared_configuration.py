@@ -160,6 +160,14 @@ async def test_files_that_differ_do_not_count_until_they_are_applied(
         )
         assert "coterie apply --dry-run" in warning
 
+        # The difference stays a problem while the configuration changes, until the files are applied.
+        async with running(second, work=False) as other:
+            await other.configuration.change(lambda document: document["agents"]["ada"].update(role="poet"))
+            (still,) = other.configuration.health.problems
+            assert "coterie apply" in still.message and "(version 2)" in still.message
+            await other.configuration.change(lambda document: document["agents"]["ada"].pop("role"))
+        await society.configuration.reload()
+
         # The owner changes the files of the server that wrote the configuration: they count at once.
         home(first, url, "[agents.ada]\nname = 'Ada'\n[agents.cyd]\n", service(model))
         caplog.clear()

@@ -68,6 +68,10 @@ class Configuration(Protocol):
         """
         ...
 
+    async def find_file_problems(self) -> Sequence[Problem]:
+        """Return what `synchronize` would return now. Takes nothing over."""
+        ...
+
     async def load(self) -> Settings:
         """Read the configuration as it is now. `ConfigError`: it cannot be read.
 
@@ -103,6 +107,9 @@ class FileConfiguration:
         self._folder = folder
 
     async def synchronize(self) -> Sequence[Problem]:
+        return ()
+
+    async def find_file_problems(self) -> Sequence[Problem]:
         return ()
 
     async def load(self) -> Settings:
@@ -154,6 +161,15 @@ class DatabaseConfiguration:
             if verdict in ("write", "same") and self._files_role != "never":
                 self._applied.write(version, files)
             return [*problems, _difference_problem(version, stored, files)] if verdict == "differ" else problems
+
+    async def find_file_problems(self) -> Sequence[Problem]:
+        try:
+            files, problems = read_files(self._folder)
+        except ConfigError:
+            return ()  # `load` has it among its problems
+        version, stored = await self._read()
+        verdict = _decide(version, stored, files, self._applied.read(), self._files_role)
+        return [*problems, _difference_problem(version, stored, files)] if verdict == "differ" else problems
 
     async def apply_files(self, *, dry_run: bool = False) -> tuple[int, Sequence[str]]:
         """Make the files the configuration, whatever it was. Return its version and what differed before.

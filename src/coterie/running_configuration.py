@@ -12,7 +12,7 @@ from coterie.artifact_service import ArtifactService
 from coterie.config import Config, SocietyFolder, changes_needing_restart, merge_reloaded, read_config
 from coterie.configuration import Change, Configuration, Document, Settings, agent_of
 from coterie.errors import ConfigError, Problem
-from coterie.llm.config import ServiceRegistry
+from coterie.llm.config import SERVICES_FILE, ServiceRegistry
 from coterie.stores.open import is_shared, require_driver, store_limits
 from coterie.stores.sql.store import SqlStore
 
@@ -53,7 +53,7 @@ class RunningConfiguration:
         self._unreadable_version = 0
         """The last version in the database that this process could not read."""
         self.file_problems: Sequence[Problem] = settings.config.problems
-        """Of coterie.toml, and changes of it that need a restart; without those that the user of the settings finds."""
+        """Of the files, and changes of them that need a restart; without those that the user of the settings finds."""
         self.health = ConfigurationHealth()
         self._health_listeners: list[Callable[[ConfigurationHealth], object]] = []
 
@@ -113,8 +113,11 @@ class RunningConfiguration:
             services = ServiceRegistry.parse(self._configuration.services_json(), self._folder.path)
             if self._user:
                 found = await self._user.apply(services)
-                if self.health.is_applied:
+                others = [one for one in self.health.problems if not one.location.startswith(SERVICES_FILE)]
+                if self.health.is_applied or not others:
                     self._set_health(ConfigurationHealth((*self.file_problems, *found)))
+                else:  # coterie.toml still cannot be read
+                    self._set_health(ConfigurationHealth((*others, *found), is_applied=False))
         self._on_change()
 
     async def follow(self) -> None:
@@ -146,8 +149,10 @@ class RunningConfiguration:
         if seen and seen > max(int(self.settings.version), self._unreadable_version):
             await self.follow()
 
-    async def _apply(self, settings: Settings, synchronized: Sequence[Problem] = ()) -> Sequence[Problem]:
-        """Returns all problems; `synchronized` are those found before."""
+    async def _apply(self, settings: Settings, synchronized: Sequence[Problem] | None = None) -> Sequence[Problem]:
+        """Returns all problems. `synchronized`: those of the files; None: they are looked for."""
+        if synchronized is None:
+            synchronized = await self._configuration.find_file_problems()
         config, before = settings.config, {entry.id: entry for entry in self.config.all_agents}
         changed = [agent_of(entry) for entry in config.all_agents if before.pop(entry.id, None) != entry]
         has_files = not is_shared(self.config)  # a shared store has agents and limits from the same transaction

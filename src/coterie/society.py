@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -203,17 +204,16 @@ class Society:
         store, blobs = await open_store(folder, config, clock)
         try:
             configuration = _configuration(folder, config, store, files)
-            problems = await configuration.synchronize()
+            found = await configuration.synchronize()
             settings = await configuration.load()
+            settings = replace(settings, config=replace(settings.config, problems=(*found, *settings.config.problems)))
             if not is_shared(config):
                 person = Agent(id=PERSON, name="You", kind="person")
                 await store.add_agents([person, *map(agent_of, settings.config.all_agents)])
         except BaseException:
             await store.close()
             raise
-        society = cls(folder, settings, configuration=configuration, store=store, blobs=blobs, clock=clock)
-        society.configuration.file_problems = (*problems, *settings.config.problems)
-        return society
+        return cls(folder, settings, configuration=configuration, store=store, blobs=blobs, clock=clock)
 
     def _make_runtime(self, max_turns: int | None = None, *, leaves_keyless: bool = False) -> AgentRuntime:
         # Models and tools are slow to import, and a single command does not need them.
