@@ -42,13 +42,13 @@ from coterie.stores.postgres.connection import (
     PgConnection,
     ReaderPool,
     SchemaUpgraded,
-    connect,
+    connect_suitable,
     is_transient,
     to_store_error,
 )
 from coterie.stores.postgres.load_sharing import CLAIM_DELAY, CLAIMS_PER_SHARED_ROUND, Load, WorkerLoads
 from coterie.stores.postgres.search import index_next, search
-from coterie.stores.postgres.server import require_suitable, unusable
+from coterie.stores.postgres.server import unusable
 from coterie.stores.postgres.session import PostgresSession, read_event_horizon
 from coterie.stores.postgres.transfer import PostgresSource
 from coterie.stores.postgres.writer import Writer
@@ -99,7 +99,7 @@ class PostgresStore(SqlStore):
         self._url, self._time, self._lease, self._read_limits = url, time, lease, read_limits
         self._readers = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="coterie-reader")
         # Read-only commands delay no other process, so their statements have no timeout.
-        self._pool = ReaderPool(url, "" if read_only else _SET_READ_TIMEOUT)
+        self._pool = ReaderPool(url, "", response_timeout=None) if read_only else ReaderPool(url, _SET_READ_TIMEOUT)
         self._loop = asyncio.get_running_loop()
         self.broken: asyncio.Future[StoreBroken] = self._loop.create_future()
         process = new_id()
@@ -359,8 +359,7 @@ def _run_in_snapshot(db: PgConnection, run: Callable[[PgConnection], T]) -> T:
 
 def _open(url: str, *, read_only: bool = False) -> StoreInfo:
     try:
-        with connect(url) as raw:
-            require_suitable(raw)
+        with connect_suitable(url) as raw:
             if read_only:
                 require_newest_postgres(raw)
             else:
