@@ -431,6 +431,8 @@ class ReaderPool:
             max_size=MAX_READERS,
             num_workers=1,
             timeout=POOL_TIMEOUT_SECONDS,
+            # Attempts to connect get rarer and rarer. After this time the pool gives up; the next reader begins anew.
+            reconnect_timeout=POOL_TIMEOUT_SECONDS,
             open=True,
         )
 

@@ -68,7 +68,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-READ_ATTEMPTS = 4
+READ_ATTEMPTS = MAX_READERS + 1
+"""After a restart of the server every connection of the pool is broken, and each costs one attempt."""
 LEASE = timedelta(seconds=30)
 _MS = timedelta(milliseconds=1)
 _SET_READ_TIMEOUT = f"SET LOCAL statement_timeout = {STATEMENT_TIMEOUT_MS};"
