@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import resource
 import threading
 from collections.abc import Awaitable
 from concurrent.futures import Future
@@ -28,6 +31,9 @@ from tests.engines import EXPIRED, Postgres
 from .processes import Opener, envelope, texts
 from .steps import RULES, Society, advance, ask, call, claim_agent, done, history_lines, says
 from .workers import TIMEOUT_SECONDS
+
+SELECT_LIMIT = 1_024
+"""`select` refuses file descriptors from this number on."""
 
 
 async def test_crossing_messages_of_three_processes_all_arrive_in_the_order_of_their_sender(process: Opener) -> None:
@@ -201,6 +207,23 @@ async def test_a_process_is_notified_of_writes_of_another(process: Opener) -> No
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while not notified.is_set():  # the listener may start after the first message
             await speaker.send(envelope("ada", "user"))
+
+
+async def test_a_process_with_many_open_files_is_notified(process: Opener) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as opened:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * SELECT_LIMIT), hard))
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while (number := os.open(os.devnull, os.O_RDONLY)) < SELECT_LIMIT:
+            opened.callback(os.close, number)
+        opened.callback(os.close, number)
+        writer, reader = await process(), await process()
+        received: asyncio.Queue[str] = asyncio.Queue()
+        reader.subscribe_broadcasts(received.put_nowait)
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            while received.empty():  # the listener may start after the first text
+                await writer.broadcast(["hello"])
+        assert received.get_nowait() == "hello"
 
 
 async def test_a_process_is_woken_by_unclaimed_work_only(process: Opener) -> None:

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import select
+import selectors
 import socket
 import threading
 import time
@@ -372,35 +372,38 @@ class Listener:
                 self._closing.wait(RECONNECT_DELAY_SECONDS)
 
     def _listen(self) -> None:
-        with contextlib.closing(connect(self._url)) as raw:
+        # Not select(): it refuses file descriptors from 1,024 on, which a server with many connections has.
+        with contextlib.closing(connect(self._url)) as raw, selectors.DefaultSelector() as selector:
+            selector.register(raw.fileno(), selectors.EVENT_READ)
+            selector.register(self._wake_receiver, selectors.EVENT_READ)
             for channel in (self._channels.change_channel, self._channels.broadcast_channel):
                 raw.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
             self._call(self._on_change, ChangeNotice(True, True))  # notices may have been missed before LISTEN
             while not self._closing.is_set():
-                self._receive(raw)
+                ready = [key.fd for key, _ in selector.select(KEEPALIVE_SECONDS)]
+                if not ready:
+                    raw.execute("SELECT 1")
+                elif raw.fileno() in ready:
+                    self._receive(raw)
 
     def _receive(self, raw: psycopg.Connection[Any]) -> None:
-        ready, _, _ = select.select([raw.fileno(), self._wake_receiver.fileno()], [], [], KEEPALIVE_SECONDS)
-        if not ready:
-            raw.execute("SELECT 1")
-        elif raw.fileno() in ready:
-            notifies = list(raw.notifies(timeout=0))
-            notices = [notify.payload for notify in notifies if notify.channel == self._channels.change_channel]
-            notices = [notice for notice in notices if self._channels.is_from_other_process(notice)]
-            kinds = {notice.rpartition(" ")[2] for notice in notices}
-            for notice in notices:
-                if reported := self._channels.read_load(notice):
-                    self._loads.update(*reported)
-            if interruptions := [one for notice in notices for one in self._channels.interruptions(notice)]:
-                self._call(self._on_interruptions, interruptions)
-            if kinds - {_SLOTS_CHANGED, _LOAD_CHANGED}:
-                has_work = any(map(self._channels.asks_to_claim, notices))
-                about_society = any(_ABOUT_SOCIETY in notice.split(" ")[1:-1] for notice in notices)
-                self._call(self._on_change, ChangeNotice(has_work, about_society))
-            if _SLOTS_CHANGED in kinds:
-                self._call(self._on_slots_changed, None)
-            if texts := [notify.payload for notify in notifies if notify.channel == self._channels.broadcast_channel]:
-                self._call(self._on_broadcasts, texts)
+        notifies = list(raw.notifies(timeout=0))
+        notices = [notify.payload for notify in notifies if notify.channel == self._channels.change_channel]
+        notices = [notice for notice in notices if self._channels.is_from_other_process(notice)]
+        kinds = {notice.rpartition(" ")[2] for notice in notices}
+        for notice in notices:
+            if reported := self._channels.read_load(notice):
+                self._loads.update(*reported)
+        if interruptions := [one for notice in notices for one in self._channels.interruptions(notice)]:
+            self._call(self._on_interruptions, interruptions)
+        if kinds - {_SLOTS_CHANGED, _LOAD_CHANGED}:
+            has_work = any(map(self._channels.asks_to_claim, notices))
+            about_society = any(_ABOUT_SOCIETY in notice.split(" ")[1:-1] for notice in notices)
+            self._call(self._on_change, ChangeNotice(has_work, about_society))
+        if _SLOTS_CHANGED in kinds:
+            self._call(self._on_slots_changed, None)
+        if texts := [notify.payload for notify in notifies if notify.channel == self._channels.broadcast_channel]:
+            self._call(self._on_broadcasts, texts)
 
     def _call(self, callback: Callable[[T], None], argument: T) -> None:
         """Call `callback` on the event loop."""
