@@ -498,7 +498,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """
         SELECT id FROM messages
          WHERE seq <= (SELECT CAST(value AS BIGINT) FROM meta WHERE key = 'text_index_position')
-           AND seq NOT IN (SELECT rowid FROM message_grams)
+           AND NOT EXISTS (SELECT 1 FROM message_grams WHERE message_grams.rowid = messages.seq)
         """,
     ),
     "replies point somewhere": (
