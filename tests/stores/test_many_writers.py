@@ -20,7 +20,7 @@ from coterie.ids import new_id
 from coterie.store import Limits
 from coterie.stores.postgres import PostgresStore
 from coterie.stores.postgres.cluster import NotifyChannels
-from coterie.stores.postgres.connection import owner_connection
+from coterie.stores.postgres.connection import PgConnection, owner_connection
 from coterie.stores.postgres.session import PostgresSession
 from coterie.stores.sql import claims, commands
 from coterie.stores.sql.unit_of_work import UnitOfWork
@@ -140,6 +140,20 @@ async def test_a_process_whose_claim_was_taken_over_writes_nothing(
     assert await texts(other, "bob") == []
     await advance(other, claim, says("in time"))
     assert (await history_lines(other))[-1] == "assistant: in time"
+
+
+async def test_a_process_that_hangs_while_it_reads_or_indexes_keeps_no_transaction_open(
+    process: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def idle_timeout(db: PgConnection, *_: object) -> None:
+        timeouts.append(db.execute("SHOW idle_in_transaction_session_timeout").fetchone()[0])
+
+    timeouts: list[str] = []
+    store = await process()
+    monkeypatch.setattr("coterie.stores.postgres.search.read_batch", idle_timeout)
+    await store.index_messages()
+    await store._read(idle_timeout, in_snapshot=True)
+    assert timeouts == ["3s", "15s"]
 
 
 async def test_commits_are_synchronous_even_if_the_server_defaults_to_off(

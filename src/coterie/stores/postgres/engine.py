@@ -71,8 +71,14 @@ T = TypeVar("T")
 READ_ATTEMPTS = MAX_READERS + 1
 """After a restart of the server every connection of the pool is broken, and each costs one attempt."""
 LEASE = timedelta(seconds=30)
+SNAPSHOT_IDLE_TIMEOUT_MS = 15_000
 _MS = timedelta(milliseconds=1)
 _SET_READ_TIMEOUT = f"SET LOCAL statement_timeout = {STATEMENT_TIMEOUT_MS};"
+# It locks no rows, but the server keeps all rows that are deleted meanwhile.
+_BEGIN_SNAPSHOT = (
+    "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY;"
+    f" SET LOCAL idle_in_transaction_session_timeout = {SNAPSHOT_IDLE_TIMEOUT_MS}"
+)
 _BROADCAST = "SELECT pg_notify(:channel, payload) FROM unnest(:texts::text[]) AS payload"
 TimeMs = Callable[[], int]
 ReadLimits = Callable[[str], Limits]
@@ -350,7 +356,7 @@ def flush_commits(db: PgConnection) -> None:
 
 
 def _run_in_snapshot(db: PgConnection, run: Callable[[PgConnection], T]) -> T:
-    db.execute_now("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    db.execute_now(_BEGIN_SNAPSHOT)
     try:
         return run(db)
     finally:
