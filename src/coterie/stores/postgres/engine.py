@@ -147,10 +147,10 @@ class PostgresStore(SqlStore):
         return cls(url, info, clock, limits or Limits(), time, lease, read_limits=read_limits)
 
     @classmethod
-    async def open_read_only(cls, url: str, clock: Clock, *, lease: timedelta = LEASE) -> Self:
+    async def open_read_only(cls, url: str, clock: Clock) -> Self:
         """Open for reading; other processes may run the society. Every write raises `StoreError`."""
         info = await asyncio.to_thread(_open, url, read_only=True)
-        return cls(url, info, clock, Limits(), lease=lease, read_only=True)
+        return cls(url, info, clock, Limits(), read_only=True)
 
     @property
     def is_healthy(self) -> bool:
@@ -165,9 +165,7 @@ class PostgresStore(SqlStore):
             self._heartbeat.set_worker(worker)
 
     async def request_slots(self, service: str, limit: int, held: int, waiting: int, urgent: int = 0) -> SlotGrant:
-        return await self._read(
-            lambda db: request_slots(db, self._channels, self._lease, service, limit, held, waiting, urgent)
-        )
+        return await self._read(lambda db: request_slots(db, self._channels, service, limit, held, waiting, urgent))
 
     async def broadcast(self, texts: Sequence[str]) -> None:
         await self._query(_BROADCAST, channel=self._channels.broadcast_channel, texts=list(texts))
@@ -328,7 +326,7 @@ class PostgresStore(SqlStore):
         return await self._read(lambda db: index_next(db, now))
 
     async def workers(self) -> Sequence[Worker]:
-        return await self._read(lambda db: list_workers(db, self._lease))
+        return await self._read(lambda db: list_workers(db))
 
     async def _read_size(self) -> DatabaseSize:
         return await self._read(read_size)
