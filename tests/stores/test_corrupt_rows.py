@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from coterie.errors import Refused
 from coterie.messages import make_envelope
 from coterie.store import Page
+from coterie.stores.sql.quarantine import MAX_READ_ATTEMPTS, UnreadableMessage, quarantine
 from coterie.turn import AskModel, CallEnded
 from tests.engines import Engine
 
@@ -101,6 +103,20 @@ async def test_each_attempt_to_read_a_message_is_a_transaction_of_its_own(
     assert await store.claim_ready("w", RULES, 5) == []
     assert len(tries) == 4  # three failed attempts, then one with an empty mailbox
     assert await state(store) == "idle"
+
+
+async def test_a_message_that_two_processes_cannot_read_is_one_dead_letter(
+    store: Society, corruptor: Corruptor
+) -> None:
+    bad = await ask(store)
+    await ask(store, text="behind")
+    corruptor.corrupt_payload(bad)
+    error = UnreadableMessage(bad, ValueError("bro"))
+    for _ in range(MAX_READ_ATTEMPTS + 1):  # the last by a process that read it before it was a dead letter
+        await store._transact(partial(quarantine, error=error))
+    assert [message.id for message in await store.messages(Page(), state="dead")] == [bad]
+    assert len(await received(store, "user")) == 1
+    assert [message.payload["text"] for message in await store.waiting("ada")] == ["behind"]
 
 
 async def test_a_corrupt_interjection_does_not_hold_up_the_turn_it_falls_into(

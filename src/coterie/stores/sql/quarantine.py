@@ -72,9 +72,16 @@ def quarantine(db: Connection, uow: UnitOfWork, *, error: UnreadableMessage | Un
 
 
 def _count_attempt(db: Connection, uow: UnitOfWork, error: UnreadableMessage) -> None:
-    seq, attempts = db.execute(
-        "UPDATE messages SET attempts = attempts + 1 WHERE id = :id RETURNING seq, attempts", {"id": error.message_id}
+    message = {"id": error.message_id}
+    for (recipient,) in db.execute("SELECT recipient FROM messages WHERE id = :id", message).fetchall():
+        uow.mailbox(recipient)  # locks it, so that no other process changes the message meanwhile
+    row = db.execute(
+        "UPDATE messages SET attempts = attempts + 1 WHERE id = :id AND state = 'pending' RETURNING seq, attempts",
+        message,
     ).fetchone()
+    if row is None:  # another process has met it, too, and isolated it
+        return
+    seq, attempts = row
     log.error("%s; attempt %d of %d", error, attempts, MAX_READ_ATTEMPTS)
     if attempts >= MAX_READ_ATTEMPTS:
         _dead_letter_unreadable(db, uow, seq)
