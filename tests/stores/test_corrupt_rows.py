@@ -41,7 +41,12 @@ class Corruptor:
         with self._engine.behind(self._folder) as db:
             assert db.execute(sql, values).rowcount == 1
 
-    def corrupt_payload(self, message_id: str, payload: bytes = b'{"text": "bro') -> None:
+    def corrupt_payload(self, message_id: str, payload: bytes = b'{"text": "bro', *, keeps_size: bool = False) -> None:
+        """`keeps_size`: fill the payload up with spaces, so that the counted size stays right."""
+        if keeps_size:
+            with self._engine.behind(self._folder) as db:
+                (size,) = db.execute("SELECT length(payload) FROM messages WHERE id = ?", (message_id,)).fetchone()
+            payload = payload.ljust(size)
         if self._engine.name == "sqlite":
             self.execute("UPDATE messages SET payload = CAST(? AS TEXT) WHERE id = ?", payload, message_id)
         elif payload.isascii():
@@ -196,7 +201,7 @@ async def test_a_corrupt_question_offers_no_options_and_hides_no_other_question(
         ).message_id
         for text in ("bad", "good")
     ]
-    corruptor.corrupt_payload(bad, payload)
+    corruptor.corrupt_payload(bad, payload, keeps_size=True)
 
     with pytest.raises(Refused) as refused:
         await ask(store, text="Yes", in_reply_to=bad, option=0)
@@ -217,7 +222,7 @@ async def test_a_corrupt_sent_message_does_not_prevent_an_answer(
         sender="ada", to="user", payload={"text": "Look here."}, client_id=claim.call_key(0), cause=claim.cause
     )
     claim = await store.advance(claim, CallEnded(index=0, ok=True, result=""), RULES, sends=envelope)
-    corruptor.corrupt_payload((await store.waiting("user"))[0].id, payload)
+    corruptor.corrupt_payload((await store.waiting("user"))[0].id, payload, keeps_size=True)
 
     await advance(store, claim, says("Here is my answer."))
 
