@@ -1,4 +1,4 @@
-"""The check for interruptions reads a bounded number of rows by an index on PostgreSQL, too."""
+"""Checks read a bounded number of rows on PostgreSQL, too."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from coterie.messages import make_envelope
 from coterie.store import Limits
 from coterie.stores.sql.inbox import MAX_EXAMINED, SELECT_FROM_PERSON, SELECT_NEXT_HEADERS
+from coterie.stores.sql.invariants import INVARIANTS
 from coterie.testing import FakeClock
 from tests.conftest import PEOPLE
 from tests.engines import Postgres
@@ -41,4 +42,13 @@ async def test_postgres_reads_the_first_messages_by_an_index(
         assert "Sort" not in plan
         rows = [int(float(count)) for count in re.findall(r"actual rows=([\d.]+)", plan)]
         assert max(rows) <= MAX_EXAMINED, plan
+    await store.close()
+
+
+async def test_verify_joins_the_text_index_once(shared: Postgres, tmp_path: Path, clock: FakeClock) -> None:
+    """A subquery that PostgreSQL cannot join is read again for every message if it does not fit into memory."""
+    store = await shared.open(tmp_path / "data", clock)
+    with shared.behind(tmp_path / "data") as db:
+        plan = "\n".join(line for (line,) in db.execute(f"EXPLAIN {INVARIANTS['messages are indexed'][1]}").fetchall())
+    assert "Anti Join" in plan and "SubPlan" not in plan, plan
     await store.close()

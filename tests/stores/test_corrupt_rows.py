@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from coterie.errors import Refused
 from coterie.messages import make_envelope
 from coterie.store import Page
+from coterie.stores.sql.quarantine import MAX_READ_ATTEMPTS, UnreadableMessage, quarantine
 from coterie.turn import AskModel, CallEnded
 from tests.engines import Engine
 
@@ -39,7 +41,12 @@ class Corruptor:
         with self._engine.behind(self._folder) as db:
             assert db.execute(sql, values).rowcount == 1
 
-    def corrupt_payload(self, message_id: str, payload: bytes = b'{"text": "bro') -> None:
+    def corrupt_payload(self, message_id: str, payload: bytes = b'{"text": "bro', *, keeps_size: bool = False) -> None:
+        """`keeps_size`: fill the payload up with spaces, so that the counted size stays right."""
+        if keeps_size:
+            with self._engine.behind(self._folder) as db:
+                (size,) = db.execute("SELECT length(payload) FROM messages WHERE id = ?", (message_id,)).fetchone()
+            payload = payload.ljust(size)
         if self._engine.name == "sqlite":
             self.execute("UPDATE messages SET payload = CAST(? AS TEXT) WHERE id = ?", payload, message_id)
         elif payload.isascii():
@@ -101,6 +108,20 @@ async def test_each_attempt_to_read_a_message_is_a_transaction_of_its_own(
     assert await store.claim_ready("w", RULES, 5) == []
     assert len(tries) == 4  # three failed attempts, then one with an empty mailbox
     assert await state(store) == "idle"
+
+
+async def test_a_message_that_two_processes_cannot_read_is_one_dead_letter(
+    store: Society, corruptor: Corruptor
+) -> None:
+    bad = await ask(store)
+    await ask(store, text="behind")
+    corruptor.corrupt_payload(bad)
+    error = UnreadableMessage(bad, ValueError("bro"))
+    for _ in range(MAX_READ_ATTEMPTS + 1):  # the last by a process that read it before it was a dead letter
+        await store._transact(partial(quarantine, error=error))
+    assert [message.id for message in await store.messages(Page(), state="dead")] == [bad]
+    assert len(await received(store, "user")) == 1
+    assert [message.payload["text"] for message in await store.waiting("ada")] == ["behind"]
 
 
 async def test_a_corrupt_interjection_does_not_hold_up_the_turn_it_falls_into(
@@ -180,7 +201,7 @@ async def test_a_corrupt_question_offers_no_options_and_hides_no_other_question(
         ).message_id
         for text in ("bad", "good")
     ]
-    corruptor.corrupt_payload(bad, payload)
+    corruptor.corrupt_payload(bad, payload, keeps_size=True)
 
     with pytest.raises(Refused) as refused:
         await ask(store, text="Yes", in_reply_to=bad, option=0)
@@ -201,7 +222,7 @@ async def test_a_corrupt_sent_message_does_not_prevent_an_answer(
         sender="ada", to="user", payload={"text": "Look here."}, client_id=claim.call_key(0), cause=claim.cause
     )
     claim = await store.advance(claim, CallEnded(index=0, ok=True, result=""), RULES, sends=envelope)
-    corruptor.corrupt_payload((await store.waiting("user"))[0].id, payload)
+    corruptor.corrupt_payload((await store.waiting("user"))[0].id, payload, keeps_size=True)
 
     await advance(store, claim, says("Here is my answer."))
 

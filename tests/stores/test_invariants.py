@@ -160,6 +160,11 @@ def test_each_violation_is_reported_by_its_invariant(db: sqlite3.Connection, nam
     assert name in broken(db)
 
 
+def test_a_wrong_size_of_waiting_mail_is_reported(db: sqlite3.Connection) -> None:
+    db.execute("UPDATE agents SET waiting_bytes = waiting_bytes + 1 WHERE id = 'bob'")
+    assert broken(db) == {"counters"}
+
+
 def test_an_open_group_at_the_end_of_a_history_is_reported(db: sqlite3.Connection) -> None:
     db.execute(
         "INSERT INTO history (agent_id, seq, turn_no, role, content, calls)"

@@ -11,10 +11,11 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg_pool.base import AttemptWithBackoff
 
 from coterie.errors import StoreUnavailable
-from coterie.stores.postgres import PostgresStore, writer
-from coterie.stores.postgres.connection import PgConnection
+from coterie.stores.postgres import PostgresStore, connection, writer
+from coterie.stores.postgres.connection import MAX_READERS, PgConnection
 from coterie.stores.postgres.session import PostgresSession
 from tests.engines import Postgres
 
@@ -78,6 +79,41 @@ async def test_a_lost_commit_is_not_confused_with_another_of_the_same_transactio
     cut = CutConnections(monkeypatch, 1, after=False)
     await store.send(envelope("user", "bob", "once"))
     assert (cut.cuts, await texts(store, "bob")) == (1, ["once"])
+
+
+async def test_a_read_succeeds_though_all_idle_connections_are_broken(
+    process: Opener, shared: Postgres, tmp_path: Path
+) -> None:
+    store = await process()
+    all_connected = threading.Barrier(MAX_READERS, timeout=30)
+    await asyncio.gather(*(store._read(lambda _: all_connected.wait()) for _ in range(MAX_READERS)))
+    _kill_all(shared.url(tmp_path))
+    assert len(await store.agents()) == 4
+
+
+async def test_reads_succeed_soon_after_a_long_outage(
+    process: Opener, shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "POOL_TIMEOUT_SECONDS", 0.3)
+    store = await process()
+    with monkeypatch.context() as outage:
+        # The pause between two attempts of the pool doubles each time: this is the pause after a long outage.
+        outage.setattr(AttemptWithBackoff, "INITIAL_DELAY", 1_000.0)
+        outage.setattr(psycopg.Connection, "connect", _refuse)
+        _kill_all(shared.url(tmp_path))
+        with pytest.raises(StoreUnavailable, match="connection refused"):
+            await store.agents()
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                assert len(await store.agents()) == 4
+                break
+            except StoreUnavailable:
+                continue
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise psycopg.OperationalError("connection refused")
 
 
 @pytest.mark.slow

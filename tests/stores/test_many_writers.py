@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import resource
 import threading
 from collections.abc import Awaitable
 from concurrent.futures import Future
@@ -17,7 +20,7 @@ from coterie.ids import new_id
 from coterie.store import Limits
 from coterie.stores.postgres import PostgresStore
 from coterie.stores.postgres.cluster import NotifyChannels
-from coterie.stores.postgres.connection import owner_connection
+from coterie.stores.postgres.connection import PgConnection, owner_connection
 from coterie.stores.postgres.session import PostgresSession
 from coterie.stores.sql import claims, commands
 from coterie.stores.sql.unit_of_work import UnitOfWork
@@ -28,6 +31,9 @@ from tests.engines import EXPIRED, Postgres
 from .processes import Opener, envelope, texts
 from .steps import RULES, Society, advance, ask, call, claim_agent, done, history_lines, says
 from .workers import TIMEOUT_SECONDS
+
+SELECT_LIMIT = 1_024
+"""`select` refuses file descriptors from this number on."""
 
 
 async def test_crossing_messages_of_three_processes_all_arrive_in_the_order_of_their_sender(process: Opener) -> None:
@@ -136,6 +142,20 @@ async def test_a_process_whose_claim_was_taken_over_writes_nothing(
     assert (await history_lines(other))[-1] == "assistant: in time"
 
 
+async def test_a_process_that_hangs_while_it_reads_or_indexes_keeps_no_transaction_open(
+    process: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def idle_timeout(db: PgConnection, *_: object) -> None:
+        timeouts.append(db.execute("SHOW idle_in_transaction_session_timeout").fetchone()[0])
+
+    timeouts: list[str] = []
+    store = await process()
+    monkeypatch.setattr("coterie.stores.postgres.search.read_batch", idle_timeout)
+    await store.index_messages()
+    await store._read(idle_timeout, in_snapshot=True)
+    assert timeouts == ["3s", "15s"]
+
+
 async def test_commits_are_synchronous_even_if_the_server_defaults_to_off(
     process: Opener, shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +221,23 @@ async def test_a_process_is_notified_of_writes_of_another(process: Opener) -> No
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while not notified.is_set():  # the listener may start after the first message
             await speaker.send(envelope("ada", "user"))
+
+
+async def test_a_process_with_many_open_files_is_notified(process: Opener) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as opened:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * SELECT_LIMIT), hard))
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while (number := os.open(os.devnull, os.O_RDONLY)) < SELECT_LIMIT:
+            opened.callback(os.close, number)
+        opened.callback(os.close, number)
+        writer, reader = await process(), await process()
+        received: asyncio.Queue[str] = asyncio.Queue()
+        reader.subscribe_broadcasts(received.put_nowait)
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            while received.empty():  # the listener may start after the first text
+                await writer.broadcast(["hello"])
+        assert received.get_nowait() == "hello"
 
 
 async def test_a_process_is_woken_by_unclaimed_work_only(process: Opener) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -116,6 +117,43 @@ def test_a_wrong_address_does_not_show_its_password() -> None:
     with pytest.raises(StoreUnusable) as error, owner_connection("postgresql://ada:half%zz-secret@127.0.0.1/it"):
         pass
     assert "correct store.url" in str(error.value) and "secret" not in str(error.value)
+
+
+async def test_an_upgrade_and_commands_of_the_owner_may_take_longer_than_other_statements(
+    shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, clock = shared.url(tmp_path), SystemClock()
+    timeouts: list[float | None] = []
+    wait = psycopg.Connection.wait
+
+    def recorded(raw: Any, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+        timeouts.append(timeout)
+        return wait(raw, gen, interval, timeout)
+
+    def upgrade_alone(raw: Any) -> int:
+        timeouts.clear()
+        version = migrate_postgres(raw)
+        assert set(timeouts) == {None}
+        return version
+
+    monkeypatch.setattr(psycopg.Connection, "wait", recorded)
+    monkeypatch.setattr("coterie.stores.postgres.engine.migrate_postgres", upgrade_alone)
+    store = await PostgresStore.open(url, clock)
+    timeouts.clear()
+    await store.agents()
+    await store.close()
+    assert timeouts and None not in timeouts
+
+    with owner_connection(url) as db:
+        timeouts.clear()
+        db.execute("SELECT 1")
+        assert timeouts == [None]
+
+    reader = await PostgresStore.open_read_only(url, clock)
+    timeouts.clear()
+    assert [violation async for violation in reader.violations()] == []
+    await reader.close()
+    assert set(timeouts) == {None}
 
 
 async def test_a_database_with_another_encoding_is_refused_unchanged(shared: Postgres) -> None:

@@ -185,6 +185,17 @@ async def test_a_long_message_with_many_different_words_is_found(
     assert await store.search("gammas", Page()) == []
 
 
+async def test_a_batch_ends_after_much_text(
+    store: Society, monkeypatch: pytest.MonkeyPatch, engine: Engine, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(text_index, "BATCH_CHARS", 150)
+    for _ in range(3):
+        await say(store, "ada", "user", "a" * 100)
+    with engine.behind(tmp_path / "data") as db:
+        batch = text_index.read_batch(db, 0)
+    assert batch and len(batch.entries) == 2
+
+
 async def test_few_new_messages_are_left_to_the_scan(
     store: Society, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, engine: Engine, tmp_path: Path
 ) -> None:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from coterie.admin.copy import StoreLocation, open_source
 from coterie.agents import Agent
+from coterie.errors import StoreUnusable
+from coterie.slot_sharing import SlotGrant
 from coterie.store import Worker, worker_name
 from coterie.stores.postgres import PostgresStore
 from coterie.stores.sql.store import SqlStore
@@ -105,6 +108,32 @@ async def test_takeovers_fenced_writes_and_heartbeats_are_counted_for_each_proce
     await south.close()
     assert [one.name for one in await north.workers()] == ["north/1"]
     await north.close()
+
+
+async def test_a_process_lives_as_long_as_its_own_lease(shared: Postgres, tmp_path: Path, clock: FakeClock) -> None:
+    url = shared.url(tmp_path)
+    other = await PostgresStore.open(url, clock, lease=timedelta(hours=1))
+    await until(other, lambda found: len(found) == 1)
+    assert await other.request_slots("main", 1, 0, 1) == SlotGrant(1)
+    with shared.behind(tmp_path) as db:
+        db.execute("UPDATE processes SET seen_at = seen_at - 60000")
+
+    store = await PostgresStore.open(url, clock, lease=timedelta(seconds=30))
+    await until(store, lambda found: len(found) == 2)
+    assert not await store.is_only_process()
+    assert await store.request_slots("main", 1, 0, 1) == SlotGrant(0)
+    await store.close()
+    with (
+        pytest.raises(StoreUnusable, match=r"a process runs the society .* gone after 3600 s"),
+        open_source(StoreLocation.parse(url)),
+    ):
+        pass
+
+    with shared.behind(tmp_path) as db:
+        db.execute("UPDATE processes SET seen_at = seen_at - 3600000")
+    with open_source(StoreLocation.parse(url)):
+        pass
+    await other.close()
 
 
 async def test_a_released_or_own_turn_does_not_count_as_a_takeover(

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
 
@@ -91,8 +90,7 @@ def open_source(location: StoreLocation) -> Iterator[Source]:
     if location.store.url != SQLITE:
         from coterie.stores.postgres.transfer import PostgresSource
 
-        lease = timedelta(seconds=location.store.lease_seconds)
-        with PostgresSource.open(location.store.url, location.artifacts, idle_for=lease) as postgres:
+        with PostgresSource.open(location.store.url, location.artifacts, require_stopped=True) as postgres:
             yield postgres
         return
     folder = require_society(location.folder.path) if location.folder else None

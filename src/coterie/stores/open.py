@@ -104,8 +104,7 @@ async def open_store_read_only(folder: SocietyFolder, config: Config, clock: Clo
         return await SqliteStore.open_read_only(folder.data, clock), FolderBlobStore.open_read_only(folder.artifacts)
     from coterie.stores.postgres import PostgresStore
 
-    lease = timedelta(seconds=config.store.lease_seconds)
-    postgres = await PostgresStore.open_read_only(config.store.url, clock, lease=lease)
+    postgres = await PostgresStore.open_read_only(config.store.url, clock)
     if config.store.artifacts:
         return postgres, FolderBlobStore.open_read_only(folder.path / config.store.artifacts)
     return postgres, postgres.blobs()

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import select
+import selectors
 import socket
 import threading
 import time
@@ -47,15 +47,15 @@ KEEPALIVE_SECONDS = 60.0
 
 _BEGIN = tuple(f"BEGIN; {SET_TIMEOUTS}".removesuffix(";").split(";"))
 _UPSERT_PROCESS = f"""
-INSERT INTO processes (id, seen_at, began_at, name, worker, heartbeats, fenced, takeovers, turns, max_turns)
-VALUES (:id, {CLOCK}, {CLOCK}, :name, :worker, :heartbeats, :fenced, :takeovers, :turns, :max_turns)
-    ON CONFLICT (id) DO UPDATE SET seen_at = excluded.seen_at, worker = excluded.worker,
+INSERT INTO processes (id, seen_at, lease_ms, began_at, name, worker, heartbeats, fenced, takeovers, turns, max_turns)
+VALUES (:id, {CLOCK}, :lease_ms, {CLOCK}, :name, :worker, :heartbeats, :fenced, :takeovers, :turns, :max_turns)
+    ON CONFLICT (id) DO UPDATE SET seen_at = excluded.seen_at, lease_ms = excluded.lease_ms, worker = excluded.worker,
        heartbeats = excluded.heartbeats, fenced = excluded.fenced, takeovers = excluded.takeovers,
        turns = excluded.turns, max_turns = excluded.max_turns
 """
 _SELECT_LOADS = f"""
 SELECT id, turns, max_turns FROM processes
- WHERE id <> :id AND worker IS NOT NULL AND seen_at > {CLOCK} - :lease_ms
+ WHERE id <> :id AND worker IS NOT NULL AND seen_at + lease_ms > {CLOCK}
 """
 # Claims that were released or have expired are not renewed.
 _RENEW_CLAIMS = f"""
@@ -64,16 +64,16 @@ WITH claimed AS (
      ORDER BY id FOR UPDATE)
 UPDATE agents SET runnable_at = {CLOCK} + :lease_ms FROM claimed WHERE agents.id = claimed.id
 """
-_COUNT_OTHERS = f"SELECT count(*) FROM processes WHERE id <> :id AND seen_at > {CLOCK} - :lease_ms"
+_COUNT_OTHERS = f"SELECT count(*) FROM processes WHERE id <> :id AND seen_at + lease_ms > {CLOCK}"
 _DELETE_PROCESS = "DELETE FROM processes WHERE id = :id"
-_DELETE_DEAD_PROCESSES = f"DELETE FROM processes WHERE seen_at < {CLOCK} - :age_ms"
+_DELETE_DEAD_PROCESSES = f"DELETE FROM processes WHERE seen_at + 10 * lease_ms < {CLOCK}"
 _DELETE_SLOTS = "DELETE FROM places WHERE process = :process OR process NOT IN (SELECT id FROM processes)"
 # Also deletes marks older than 30 days.
 _DELETE_BATCH_MARKS = f"DELETE FROM batches WHERE process = :process OR at < {CLOCK} - 2592000000"
 _LIST_WORKERS = f"""
 SELECT worker, name, began_at, seen_at, heartbeats, fenced, takeovers,
        (SELECT count(*) FROM agents WHERE agents.worker = processes.worker AND agents.state IN ('llm', 'tools'))
-  FROM processes WHERE seen_at > {CLOCK} - :lease_ms ORDER BY name, began_at
+  FROM processes WHERE seen_at + lease_ms > {CLOCK} ORDER BY name, began_at
 """
 
 
@@ -149,6 +149,7 @@ class Heartbeat:
                 _UPSERT_PROCESS,
                 {
                     "id": self.process,
+                    "lease_ms": lease_ms,
                     "name": self._name,
                     "worker": worker.worker if worker else None,
                     "heartbeats": counters.heartbeats + 1,
@@ -162,7 +163,7 @@ class Heartbeat:
                 db.execute(_RENEW_CLAIMS, {"worker": worker.worker, "lease_ms": lease_ms})
                 if not self._has_sent_load:
                     self._notify_load(db, load)  # the first change notice of this process may come much later
-            others = db.execute(_SELECT_LOADS, {"id": self.process, "lease_ms": lease_ms})
+            others = db.execute(_SELECT_LOADS, {"id": self.process})
             db.execute_now("COMMIT")
         except psycopg.Error as error:
             log.warning("claims could not be renewed: %s", to_store_error(error))
@@ -195,7 +196,7 @@ class Heartbeat:
             db.pipelining = False
             self._notify_load(db, Load(0, 0))
             db.execute(_DELETE_PROCESS, {"id": self.process})
-            db.execute(_DELETE_DEAD_PROCESSES, {"age_ms": int(self.lease * 1000 * 10)})
+            db.execute(_DELETE_DEAD_PROCESSES)
             db.execute(_DELETE_SLOTS, {"process": self.process})
             db.execute(_DELETE_BATCH_MARKS, {"process": self.process})
         self._disconnect()
@@ -203,8 +204,7 @@ class Heartbeat:
     def _count_others(self) -> int:
         db = PgConnection(connect(self._url))
         try:
-            others = db.execute(_COUNT_OTHERS, {"id": self.process, "lease_ms": int(self.lease * 1000)})
-            return int(others.fetchone()[0])
+            return int(db.execute(_COUNT_OTHERS, {"id": self.process}).fetchone()[0])
         finally:
             db.close()
 
@@ -372,35 +372,38 @@ class Listener:
                 self._closing.wait(RECONNECT_DELAY_SECONDS)
 
     def _listen(self) -> None:
-        with contextlib.closing(connect(self._url)) as raw:
+        # Not select(): it refuses file descriptors from 1,024 on, which a server with many connections has.
+        with contextlib.closing(connect(self._url)) as raw, selectors.DefaultSelector() as selector:
+            selector.register(raw.fileno(), selectors.EVENT_READ)
+            selector.register(self._wake_receiver, selectors.EVENT_READ)
             for channel in (self._channels.change_channel, self._channels.broadcast_channel):
                 raw.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
             self._call(self._on_change, ChangeNotice(True, True))  # notices may have been missed before LISTEN
             while not self._closing.is_set():
-                self._receive(raw)
+                ready = [key.fd for key, _ in selector.select(KEEPALIVE_SECONDS)]
+                if not ready:
+                    raw.execute("SELECT 1")
+                elif raw.fileno() in ready:
+                    self._receive(raw)
 
     def _receive(self, raw: psycopg.Connection[Any]) -> None:
-        ready, _, _ = select.select([raw.fileno(), self._wake_receiver.fileno()], [], [], KEEPALIVE_SECONDS)
-        if not ready:
-            raw.execute("SELECT 1")
-        elif raw.fileno() in ready:
-            notifies = list(raw.notifies(timeout=0))
-            notices = [notify.payload for notify in notifies if notify.channel == self._channels.change_channel]
-            notices = [notice for notice in notices if self._channels.is_from_other_process(notice)]
-            kinds = {notice.rpartition(" ")[2] for notice in notices}
-            for notice in notices:
-                if reported := self._channels.read_load(notice):
-                    self._loads.update(*reported)
-            if interruptions := [one for notice in notices for one in self._channels.interruptions(notice)]:
-                self._call(self._on_interruptions, interruptions)
-            if kinds - {_SLOTS_CHANGED, _LOAD_CHANGED}:
-                has_work = any(map(self._channels.asks_to_claim, notices))
-                about_society = any(_ABOUT_SOCIETY in notice.split(" ")[1:-1] for notice in notices)
-                self._call(self._on_change, ChangeNotice(has_work, about_society))
-            if _SLOTS_CHANGED in kinds:
-                self._call(self._on_slots_changed, None)
-            if texts := [notify.payload for notify in notifies if notify.channel == self._channels.broadcast_channel]:
-                self._call(self._on_broadcasts, texts)
+        notifies = list(raw.notifies(timeout=0))
+        notices = [notify.payload for notify in notifies if notify.channel == self._channels.change_channel]
+        notices = [notice for notice in notices if self._channels.is_from_other_process(notice)]
+        kinds = {notice.rpartition(" ")[2] for notice in notices}
+        for notice in notices:
+            if reported := self._channels.read_load(notice):
+                self._loads.update(*reported)
+        if interruptions := [one for notice in notices for one in self._channels.interruptions(notice)]:
+            self._call(self._on_interruptions, interruptions)
+        if kinds - {_SLOTS_CHANGED, _LOAD_CHANGED}:
+            has_work = any(map(self._channels.asks_to_claim, notices))
+            about_society = any(_ABOUT_SOCIETY in notice.split(" ")[1:-1] for notice in notices)
+            self._call(self._on_change, ChangeNotice(has_work, about_society))
+        if _SLOTS_CHANGED in kinds:
+            self._call(self._on_slots_changed, None)
+        if texts := [notify.payload for notify in notifies if notify.channel == self._channels.broadcast_channel]:
+            self._call(self._on_broadcasts, texts)
 
     def _call(self, callback: Callable[[T], None], argument: T) -> None:
         """Call `callback` on the event loop."""
@@ -421,9 +424,9 @@ class _WorkerRow(NamedTuple):
     claims: int
 
 
-def list_workers(db: PgConnection, lease: timedelta) -> list[Worker]:
-    """Processes seen within the last lease."""
-    rows = [_WorkerRow._make(row) for row in db.execute(_LIST_WORKERS, {"lease_ms": lease // _MS})]
+def list_workers(db: PgConnection) -> list[Worker]:
+    """Processes seen within their lease."""
+    rows = [_WorkerRow._make(row) for row in db.execute(_LIST_WORKERS)]
     return [
         Worker(
             id=row.worker,
@@ -447,7 +450,7 @@ _BEGIN_SLOTS = (*_BEGIN, "SET LOCAL synchronous_commit = off")
 _LOCK_SERVICE = "SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"
 _SELECT_OTHERS = f"""
 SELECT places.kept, CASE WHEN places.asked_at > {CLOCK} - :waiting_ttl_ms THEN places.waiting ELSE 0 END, places.urgent
-  FROM places JOIN processes ON processes.id = places.process AND processes.seen_at > {CLOCK} - :lease_ms
+  FROM places JOIN processes ON processes.id = places.process AND processes.seen_at + processes.lease_ms > {CLOCK}
  WHERE places.service = :service AND places.process <> :process
 """
 _SELECT_OWN = "SELECT kept, waiting, urgent FROM places WHERE service = :service AND process = :process"
@@ -464,7 +467,6 @@ _NOTIFY = "SELECT pg_notify(:channel, :notice)"
 def request_slots(
     db: PgConnection,
     channels: NotifyChannels,
-    lease: timedelta,
     service: str,
     limit: int,
     held: int,
@@ -478,7 +480,7 @@ def request_slots(
         for statement in _BEGIN_SLOTS:
             db.execute(statement)
         db.execute(_LOCK_SERVICE, {"name": f"{channels.change_channel} {service}"})
-        rows = db.execute(_SELECT_OTHERS, {**key, "waiting_ttl_ms": WAITING_TTL // _MS, "lease_ms": lease // _MS})
+        rows = db.execute(_SELECT_OTHERS, {**key, "waiting_ttl_ms": WAITING_TTL // _MS})
         held_before, waited_before, urgent_before = db.execute(_SELECT_OWN, key).fetchone() or (0, 0, 0)
         others = [OtherProcess(*row) for row in rows]
         grant = divide_slots(limit, held, waiting, others, urgent=urgent, releases_slot=held < held_before)

@@ -91,11 +91,17 @@ class _IntLoader(Loader):
 class _TimeoutConnection(psycopg.Connection[Any]):
     """Connection with a response timeout. TCP timeouts cover only the next hop, for example a pooler."""
 
-    response_timeout = RESPONSE_TIMEOUT_SECONDS
+    response_timeout: float | None = RESPONSE_TIMEOUT_SECONDS
+    """In seconds; None: wait for as long as a statement takes."""
 
     @classmethod
     def connect(  # type: ignore[override]
-        cls, conninfo: str = "", *, on_error: Callable[[psycopg.Error], None] | None = None, **kwargs: Any
+        cls,
+        conninfo: str = "",
+        *,
+        response_timeout: float | None = RESPONSE_TIMEOUT_SECONDS,
+        on_error: Callable[[psycopg.Error], None] | None = None,
+        **kwargs: Any,
     ) -> Self:
         """Open an autocommit connection. `on_error` is called with the error if that fails."""
         given = psycopg.conninfo.conninfo_to_dict(conninfo)
@@ -107,6 +113,7 @@ class _TimeoutConnection(psycopg.Connection[Any]):
             if on_error:
                 on_error(error)
             raise
+        raw.response_timeout = response_timeout
         raw.adapters.register_dumper(bool, _BoolDumper)
         raw.adapters.register_loader("numeric", _IntLoader)
         return raw
@@ -124,8 +131,22 @@ class _TimeoutConnection(psycopg.Connection[Any]):
 
 def connect(url: str, response_timeout: float = RESPONSE_TIMEOUT_SECONDS) -> psycopg.Connection[Any]:
     """Open an autocommit connection; transactions begin and end with explicit statements."""
+    return _TimeoutConnection.connect(url, response_timeout=response_timeout)
+
+
+def connect_suitable(url: str) -> psycopg.Connection[Any]:
+    """Connect to a server that can be used, for statements that may take any time: an upgrade, a copy, a check.
+
+    The first response has the usual timeout.
+    """
     raw = _TimeoutConnection.connect(url)
-    raw.response_timeout = response_timeout
+    try:
+        require_suitable(raw)
+        raw.execute("SELECT 1")  # a pooler lets clients in while the server behind it is silent
+    except BaseException:
+        raw.close()
+        raise
+    raw.response_timeout = None
     return raw
 
 
@@ -133,8 +154,7 @@ def connect(url: str, response_timeout: float = RESPONSE_TIMEOUT_SECONDS) -> psy
 def owner_connection(url: str) -> Iterator[PgConnection]:
     """Connection for one command of the owner. It is closed afterwards; errors become `StoreError`."""
     try:
-        with closing(PgConnection(connect(url))) as db:
-            require_suitable(db.raw)
+        with closing(PgConnection(connect_suitable(url))) as db:
             yield db
     except psycopg.Error as error:
         raise _owner_error(error, url) from error
@@ -398,19 +418,21 @@ def encode_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 class ReaderPool:
     """Pool of connections for reading."""
 
-    def __init__(self, url: str, prefix: str) -> None:
-        """`prefix`: SQL sent before every statement."""
+    def __init__(self, url: str, prefix: str, *, response_timeout: float | None = RESPONSE_TIMEOUT_SECONDS) -> None:
+        """`prefix`: SQL sent before every statement. `response_timeout`: in seconds, None for none."""
         self._prefix = prefix
         self._connect_error: psycopg.Error | None = None
         # Connections are opened when they are needed. One thread opens them, so that a stopped server is not flooded.
         self._pool = psycopg_pool.ConnectionPool(
             url,
             connection_class=_TimeoutConnection,
-            kwargs={"on_error": self._note_error},
+            kwargs={"on_error": self._note_error, "response_timeout": response_timeout},
             min_size=0,
             max_size=MAX_READERS,
             num_workers=1,
             timeout=POOL_TIMEOUT_SECONDS,
+            # Attempts to connect get rarer and rarer. After this time the pool gives up; the next reader begins anew.
+            reconnect_timeout=POOL_TIMEOUT_SECONDS,
             open=True,
         )
 

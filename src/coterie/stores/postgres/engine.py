@@ -42,13 +42,13 @@ from coterie.stores.postgres.connection import (
     PgConnection,
     ReaderPool,
     SchemaUpgraded,
-    connect,
+    connect_suitable,
     is_transient,
     to_store_error,
 )
 from coterie.stores.postgres.load_sharing import CLAIM_DELAY, CLAIMS_PER_SHARED_ROUND, Load, WorkerLoads
 from coterie.stores.postgres.search import index_next, search
-from coterie.stores.postgres.server import require_suitable, unusable
+from coterie.stores.postgres.server import unusable
 from coterie.stores.postgres.session import PostgresSession, read_event_horizon
 from coterie.stores.postgres.transfer import PostgresSource
 from coterie.stores.postgres.writer import Writer
@@ -68,10 +68,17 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-READ_ATTEMPTS = 4
+READ_ATTEMPTS = MAX_READERS + 1
+"""After a restart of the server every connection of the pool is broken, and each costs one attempt."""
 LEASE = timedelta(seconds=30)
+SNAPSHOT_IDLE_TIMEOUT_MS = 15_000
 _MS = timedelta(milliseconds=1)
 _SET_READ_TIMEOUT = f"SET LOCAL statement_timeout = {STATEMENT_TIMEOUT_MS};"
+# It locks no rows, but the server keeps all rows that are deleted meanwhile.
+_BEGIN_SNAPSHOT = (
+    "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY;"
+    f" SET LOCAL idle_in_transaction_session_timeout = {SNAPSHOT_IDLE_TIMEOUT_MS}"
+)
 _BROADCAST = "SELECT pg_notify(:channel, payload) FROM unnest(:texts::text[]) AS payload"
 TimeMs = Callable[[], int]
 ReadLimits = Callable[[str], Limits]
@@ -99,7 +106,7 @@ class PostgresStore(SqlStore):
         self._url, self._time, self._lease, self._read_limits = url, time, lease, read_limits
         self._readers = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="coterie-reader")
         # Read-only commands delay no other process, so their statements have no timeout.
-        self._pool = ReaderPool(url, "" if read_only else _SET_READ_TIMEOUT)
+        self._pool = ReaderPool(url, "", response_timeout=None) if read_only else ReaderPool(url, _SET_READ_TIMEOUT)
         self._loop = asyncio.get_running_loop()
         self.broken: asyncio.Future[StoreBroken] = self._loop.create_future()
         process = new_id()
@@ -140,10 +147,10 @@ class PostgresStore(SqlStore):
         return cls(url, info, clock, limits or Limits(), time, lease, read_limits=read_limits)
 
     @classmethod
-    async def open_read_only(cls, url: str, clock: Clock, *, lease: timedelta = LEASE) -> Self:
+    async def open_read_only(cls, url: str, clock: Clock) -> Self:
         """Open for reading; other processes may run the society. Every write raises `StoreError`."""
         info = await asyncio.to_thread(_open, url, read_only=True)
-        return cls(url, info, clock, Limits(), lease=lease, read_only=True)
+        return cls(url, info, clock, Limits(), read_only=True)
 
     @property
     def is_healthy(self) -> bool:
@@ -158,9 +165,7 @@ class PostgresStore(SqlStore):
             self._heartbeat.set_worker(worker)
 
     async def request_slots(self, service: str, limit: int, held: int, waiting: int, urgent: int = 0) -> SlotGrant:
-        return await self._read(
-            lambda db: request_slots(db, self._channels, self._lease, service, limit, held, waiting, urgent)
-        )
+        return await self._read(lambda db: request_slots(db, self._channels, service, limit, held, waiting, urgent))
 
     async def broadcast(self, texts: Sequence[str]) -> None:
         await self._query(_BROADCAST, channel=self._channels.broadcast_channel, texts=list(texts))
@@ -321,7 +326,7 @@ class PostgresStore(SqlStore):
         return await self._read(lambda db: index_next(db, now))
 
     async def workers(self) -> Sequence[Worker]:
-        return await self._read(lambda db: list_workers(db, self._lease))
+        return await self._read(lambda db: list_workers(db))
 
     async def _read_size(self) -> DatabaseSize:
         return await self._read(read_size)
@@ -349,7 +354,7 @@ def flush_commits(db: PgConnection) -> None:
 
 
 def _run_in_snapshot(db: PgConnection, run: Callable[[PgConnection], T]) -> T:
-    db.execute_now("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    db.execute_now(_BEGIN_SNAPSHOT)
     try:
         return run(db)
     finally:
@@ -359,8 +364,7 @@ def _run_in_snapshot(db: PgConnection, run: Callable[[PgConnection], T]) -> T:
 
 def _open(url: str, *, read_only: bool = False) -> StoreInfo:
     try:
-        with connect(url) as raw:
-            require_suitable(raw)
+        with connect_suitable(url) as raw:
             if read_only:
                 require_newest_postgres(raw)
             else:

@@ -11,7 +11,7 @@ from typing import Any
 
 from coterie.messages import Message
 from coterie.store import Page
-from coterie.stores.postgres.connection import PgConnection
+from coterie.stores.postgres.connection import SET_TIMEOUTS, PgConnection
 from coterie.stores.sql.queries import json_patterns, like_patterns, search_words
 from coterie.stores.sql.rows import LAST_SEQ, MESSAGE_COLUMNS, to_message
 from coterie.stores.sql.text_index import ANY_WORDS, POSITION, Query, add_to_index, make_query, read_batch, scan_start
@@ -24,8 +24,9 @@ INSERT INTO message_grams (rowid, grams) VALUES (:seq, array_to_tsvector(string_
 """
 # One process indexes at a time. The trigger for deleted messages waits for this lock, too.
 _LOCK_POSITION = f"SELECT value FROM meta WHERE key = '{POSITION}' FOR UPDATE SKIP LOCKED"
+# The index can be built again, so the commit need not be durable.
 _BEGIN = f"""
-BEGIN; SET LOCAL synchronous_commit = off;
+BEGIN; {SET_TIMEOUTS} SET LOCAL synchronous_commit = off;
 INSERT INTO meta (key, value) VALUES ('{POSITION}', '0') ON CONFLICT DO NOTHING
 """
 # The function decodes the payload and is slow. The first condition rules out most messages.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ _SELECT_COLUMNS = """
 SELECT attname FROM pg_attribute
  WHERE attrelid = :table::regclass AND attnum > 0 AND NOT attisdropped AND attgenerated = '' ORDER BY attnum
 """
-_COUNT_PROCESSES = f"SELECT count(*) FROM processes WHERE seen_at > {CLOCK} - :lease_ms"
+_COUNT_PROCESSES = f"SELECT count(*), max(lease_ms) FROM processes WHERE seen_at + lease_ms > {CLOCK}"
 _READ_CHUNK = "SELECT bytes FROM pieces WHERE sha256 = :sha256 AND start >= :start ORDER BY start LIMIT 1"
 _INSERT_BLOB = f"INSERT INTO blobs (sha256, size, at) VALUES (:sha256, :size, {CLOCK})"
 _INSERT_CHUNK = "INSERT INTO pieces (sha256, start, bytes) VALUES (:sha256, :start, :bytes)"
@@ -40,19 +39,19 @@ class PostgresSource:
 
     @classmethod
     @contextmanager
-    def open(cls, url: str, folder: Path | None, *, idle_for: timedelta | None = None) -> Iterator[PostgresSource]:
+    def open(cls, url: str, folder: Path | None, *, require_stopped: bool = False) -> Iterator[PostgresSource]:
         """Read one snapshot.
 
-        `idle_for`: block writes, and raise `StoreUnusable` if a process was seen within this time.
+        `require_stopped`: block writes, and raise `StoreUnusable` if a process runs the society.
         """
         with owner_connection(url) as db:
             require_newest_postgres(db.raw)
-            if idle_for is None:
-                db.execute_now("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            else:
+            if require_stopped:
                 # The snapshot is taken by the first query, so after the lock.
                 db.execute_now(f"BEGIN ISOLATION LEVEL REPEATABLE READ; {_BLOCK_WRITES}")
-                _require_no_process(db, idle_for)
+                _require_no_process(db)
+            else:
+                db.execute_now("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
             yield cls(db, folder)
             db.execute_now("ROLLBACK")
 
@@ -133,12 +132,13 @@ class PostgresTarget:
         self.db.execute_now(_ANALYZE)
 
 
-def _require_no_process(db: PgConnection, lease: timedelta) -> None:
-    if count := _fetch_int(db, _COUNT_PROCESSES, lease_ms=lease // timedelta(milliseconds=1)):
+def _require_no_process(db: PgConnection) -> None:
+    count, lease_ms = db.execute(_COUNT_PROCESSES).fetchone()
+    if count:
         who = "a process runs" if count == 1 else f"{count} processes run"
         raise StoreUnusable(
             f"{who} the society in this database: stop them first; one that was killed counts as gone"
-            f" after {lease.total_seconds():.0f} s"
+            f" after {lease_ms / 1000:.0f} s"
         )
 
 
@@ -153,8 +153,8 @@ def _columns(db: PgConnection, table: str) -> list[str]:
     return [name for (name,) in db.execute(_SELECT_COLUMNS, {"table": table})]
 
 
-def _fetch_int(db: PgConnection, sql: str, **values: Any) -> int:
-    return int(db.execute(sql, values).fetchone()[0])
+def _fetch_int(db: PgConnection, sql: str) -> int:
+    return int(db.execute(sql).fetchone()[0])
 
 
 def _rechunk(chunks: Iterator[bytes]) -> Iterator[bytes]:

@@ -52,15 +52,18 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "counters": (
-        "{0} counts {1} waiting and {2} delayed messages, but has {3} and {4}",
+        "{0} counts {1} waiting messages of {2} characters and {3} delayed ones, but has {4} of {5} and {6}",
         """
-        SELECT agents.id, agents.waiting, agents.delayed, coalesce(counted.waiting, 0), coalesce(counted.delayed, 0)
+        SELECT agents.id, agents.waiting, agents.waiting_bytes, agents.delayed,
+               coalesce(counted.waiting, 0), coalesce(counted.size, 0), coalesce(counted.delayed, 0)
           FROM agents
           LEFT JOIN (SELECT recipient,
                             sum(CASE WHEN state = 'pending' THEN 1 ELSE 0 END) AS waiting,
+                            sum(CASE WHEN state = 'pending' THEN length(payload) ELSE 0 END) AS size,
                             sum(CASE WHEN state = 'delayed' THEN 1 ELSE 0 END) AS delayed
                        FROM messages GROUP BY recipient) AS counted ON counted.recipient = agents.id
-         WHERE agents.waiting <> coalesce(counted.waiting, 0) OR agents.delayed <> coalesce(counted.delayed, 0)
+         WHERE agents.waiting <> coalesce(counted.waiting, 0) OR agents.waiting_bytes <> coalesce(counted.size, 0)
+            OR agents.delayed <> coalesce(counted.delayed, 0)
         """,
     ),
     "A1 idle agents have no mail": (
@@ -498,7 +501,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """
         SELECT id FROM messages
          WHERE seq <= (SELECT CAST(value AS BIGINT) FROM meta WHERE key = 'text_index_position')
-           AND seq NOT IN (SELECT rowid FROM message_grams)
+           AND NOT EXISTS (SELECT 1 FROM message_grams WHERE message_grams.rowid = messages.seq)
         """,
     ),
     "replies point somewhere": (

@@ -18,6 +18,10 @@ log = logging.getLogger(__name__)
 
 MAX_READ_ATTEMPTS = 3
 """Failed reads, each in its own transaction, after which a message is a dead letter."""
+_SUM_WAITING = """
+SELECT coalesce(sum(length(payload)), 0) FROM messages
+ WHERE recipient = :recipient AND in_seq > :taken_seq AND state = 'pending'
+"""
 BLOCKED_TEXT = "my stored turn is damaged; the log has the details. Restore a backup, or clear this conversation"
 
 
@@ -72,9 +76,16 @@ def quarantine(db: Connection, uow: UnitOfWork, *, error: UnreadableMessage | Un
 
 
 def _count_attempt(db: Connection, uow: UnitOfWork, error: UnreadableMessage) -> None:
-    seq, attempts = db.execute(
-        "UPDATE messages SET attempts = attempts + 1 WHERE id = :id RETURNING seq, attempts", {"id": error.message_id}
+    message = {"id": error.message_id}
+    for (recipient,) in db.execute("SELECT recipient FROM messages WHERE id = :id", message).fetchall():
+        uow.mailbox(recipient)  # locks it, so that no other process changes the message meanwhile
+    row = db.execute(
+        "UPDATE messages SET attempts = attempts + 1 WHERE id = :id AND state = 'pending' RETURNING seq, attempts",
+        message,
     ).fetchone()
+    if row is None:  # another process has met it, too, and isolated it
+        return
+    seq, attempts = row
     log.error("%s; attempt %d of %d", error, attempts, MAX_READ_ATTEMPTS)
     if attempts >= MAX_READ_ATTEMPTS:
         _dead_letter_unreadable(db, uow, seq)
@@ -85,8 +96,12 @@ def _dead_letter_unreadable(db: Connection, uow: UnitOfWork, seq: int) -> None:
         f"SELECT CAST(payload AS BLOB), {STORED_MESSAGE_COLUMNS} FROM messages WHERE seq = :seq", {"seq": seq}
     ).fetchone()
     dead = StoredMessage._make(stored)
-    uow.mailbox(dead.recipient).remove_message(dead.payload_size)
+    mailbox = uow.mailbox(dead.recipient)
+    mailbox.remove_message(dead.payload_size)
     uow.dead_letter(dead, "poison")
+    # The damaged payload may have another size than the one that was counted.
+    bounds = {"recipient": dead.recipient, "taken_seq": mailbox.taken_seq}
+    mailbox.waiting_bytes = int(db.execute(_SUM_WAITING, bounds).fetchone()[0])
     uow.record_event("queue.changed", dead.recipient)
     # A payload that is not valid UTF-8 cannot be listed.
     db.execute(

@@ -213,7 +213,7 @@ CREATE TABLE log (
 );
 INSERT INTO log (paused) VALUES (0);
 
--- Processes and their counters, written with each heartbeat. A process not seen for the length of a lease is dead.
+-- Processes and their counters, written with each heartbeat. A process not seen for the length of its lease is dead.
 CREATE TABLE processes (
     id         TEXT COLLATE "C" PRIMARY KEY,
     seen_at    BIGINT NOT NULL,
@@ -225,7 +225,9 @@ CREATE TABLE processes (
     takeovers  BIGINT NOT NULL DEFAULT 0,
     -- Turns that it runs, and the most that it can run.
     turns      BIGINT NOT NULL DEFAULT 0,
-    max_turns  BIGINT NOT NULL DEFAULT 0
+    max_turns  BIGINT NOT NULL DEFAULT 0,
+    -- The default is that of programs that do not store it.
+    lease_ms   BIGINT NOT NULL DEFAULT 30000
 );
 
 -- Slots at model services that a process holds, and the requests for which it waits. Lost in a crash, as intended.
