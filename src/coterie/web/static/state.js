@@ -14,7 +14,7 @@ export const state = {
   skew: 0, // server's clock minus ours, in ms
   agents: new Map(),
   messages: new Map(),
-  threads: new Map(), // agent -> {ids, loaded, older, unread, firstUnread, last}
+  threads: new Map(), // agent -> {ids, requested, loaded, older, unread, firstUnread, last}
   queues: new Map(), // agent -> ids in FIFO order
   delayed: new Map(), // id -> message
   allPaused: false, // the whole society
@@ -102,7 +102,7 @@ export function threadOf(message) {
 
 export function thread(id) {
   if (!state.threads.has(id)) {
-    state.threads.set(id, { ids: [], loaded: false, older: null, unread: 0, firstUnread: null, last: null });
+    state.threads.set(id, { ids: [], requested: false, loaded: false, older: null, unread: 0, firstUnread: null, last: null });
   }
   return state.threads.get(id);
 }
@@ -229,7 +229,8 @@ export function join(message) {
   if (!id || !message.deliveredAt || message.state === 'withdrawn') return;
   const one = thread(id);
   if (!one.last || one.last.deliveredAt <= message.deliveredAt) one.last = message;
-  if (one.loaded && !one.ids.includes(message.id)) {
+  // A page that is being loaded may be older than the message.
+  if (one.requested && !one.ids.includes(message.id)) {
     let at = one.ids.length;
     while (at > 0 && state.messages.get(one.ids[at - 1])?.deliveredAt > message.deliveredAt) at -= 1;
     one.ids.splice(at, 0, message.id);
@@ -253,7 +254,7 @@ function joinPage(one, items, where, had = new Set()) {
   if (where === 'older') one.ids = [...ids, ...rest];
   else {
     const first = items[0]?.deliveredAt ?? '';
-    const linked = rest.length === 0 || ids.some((id) => one.ids.includes(id));
+    const linked = one.loaded && (rest.length === 0 || ids.some((id) => one.ids.includes(id)));
     const before = linked ? rest.filter((id) => (state.messages.get(id)?.deliveredAt ?? '') <= first) : [];
     const last = items.at(-1)?.deliveredAt ?? '';
     const after = rest.filter((id) => !had.has(id) && (state.messages.get(id)?.deliveredAt ?? '') > last);
@@ -266,6 +267,7 @@ function joinPage(one, items, where, had = new Set()) {
 export async function loadThread(agent, limit = 50) {
   const one = thread(agent);
   const had = new Set(one.ids);
+  one.requested = true;
   const page = await query(`/threads/${encodeURIComponent(agent)}/messages`, { limit });
   const linked = joinPage(one, page.items, 'latest', had);
   if (!one.loaded || !linked) one.older = page.next;
@@ -382,7 +384,7 @@ async function readSnapshot() {
   state.questions = new Set(seen.openQuestions.map((one) => keep(one).id));
   state.tasks = new Map((seen.tasks ?? []).map((one) => [one.id, one]));
   state.moreTasks = Math.max(0, (seen.taskCount ?? 0) - state.tasks.size);
-  const again = [...state.threads].filter(([, one]) => one.loaded).map(([id]) => id);
+  const again = [...state.threads].filter(([, one]) => one.requested).map(([id]) => id);
   state.booted = true;
   touch('agents', 'delayed', 'questions', 'unread', 'threads', 'tasks', 'society', 'snapshot');
   for (const id of [...state.agents.keys(), ...again]) touch(`agent:${id}`, `queue:${id}`);
