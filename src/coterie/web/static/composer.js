@@ -5,7 +5,7 @@ import { stop, stopping } from './agents_list.js';
 import { newId, send } from './api.js';
 import { dayAndTime, reasonOf, t } from './i18n.js';
 import { toast } from './notices.js';
-import { approvalOf, confirmLocal, dropLocal, isOpen, now, on, openQuestions, plainText, putLocal, state, textOf, touch } from './state.js';
+import { approvalOf, confirmLocal, dropLocal, isOpen, keptAs, localOf, now, on, openQuestions, plainText, putLocal, state, textOf, touch } from './state.js';
 import { agentPath, go } from './router.js';
 import { small, takeEarly } from './shell.js';
 import { mountStrip, waitingFor, withdraw } from './waiting.js';
@@ -16,6 +16,11 @@ const MOST_LINES = 2_000; // a text with more lines would freeze the page while 
 const handedTo = new Set(); // agents whose next composer gets moved files, or files that were not uploaded when it was left
 let shown = null; // the composer that is shown: {agent, refill, add, focus}
 const kept = (agent) => `coterie.draft.${agent}`;
+
+let isShown = null; // while the page is left: a promise that it returns from the browser's cache
+addEventListener('pagehide', () => {
+  isShown = new Promise((resolve) => addEventListener('pageshow', resolve, { once: true }));
+});
 
 /** Shows the composer of one agent; '' until the agents are loaded. Returns `{leave, replyTo, refill, add, focus}`. */
 export function mountComposer(root, agent) {
@@ -285,13 +290,20 @@ const asksApproval = (agent) => openQuestions(agent).find((one) => isOpen(one) &
  * Sends the message; shows the questions it answers as closed unless the server refuses it.
  * `restores`: a message that was not sent returns to the composer.
  */
-async function deliver({ agent, text, files, replyTo = null, asksBack = false, restores = false, plan = null, clientId = newId() }) {
+function deliver({ restores = false, ...what }) {
+  const again = { clientId: newId(), replyTo: null, asksBack: false, plan: null, ...what };
+  const sent = transmit(again, restores);
+  navigator.locks?.request(keptAs(again.clientId), () => sent).catch(() => {}); // other tabs do not offer to send it meanwhile
+  return sent;
+}
+
+async function transmit(again, restores) {
+  const { agent, text, files, replyTo, asksBack, plan, clientId } = again;
   const payload = {};
   if (text.trim()) payload.text = text;
   if (files.length) payload.attachments = files.map(({ artifactRef, filename }) => ({ artifactRef, filename }));
   const asked = plan || asksBack ? [] : openQuestions(agent).filter((one) => isOpen(one) && (!replyTo || one.id === replyTo));
-  const local = { local: true, clientId, to: agent, from: 'user', payload: { ...payload, attachments: files }, inReplyTo: replyTo, status: 'sending', createdAt: new Date(now()).toISOString() };
-  if (!files.length) delete local.payload.attachments;
+  const local = localOf(again);
   putLocal(local);
   for (const one of asked) state.sending.set(one.id, { option: null, clientId });
   touch('questions', ...asked.map((one) => `message:${one.id}`));
@@ -312,17 +324,19 @@ async function deliver({ agent, text, files, replyTo = null, asksBack = false, r
     }
     confirmLocal(clientId, receipt);
   } catch (error) {
-    notSent(local, { agent, text, files, replyTo: asksBack ? null : replyTo, plan, clientId }, restores, error);
+    await isShown; // a page that is left ends its requests, and what the server did with them is not known
+    notSent(local, restores, error);
   } finally {
     for (const one of asked) if (state.sending.get(one.id)?.clientId === clientId) state.sending.delete(one.id);
     touch('questions', ...asked.map((one) => `message:${one.id}`));
   }
 }
 
-function notSent(local, again, restores, error) {
+function notSent(local, restores, error) {
+  const { again } = local;
   if (restores && restore(again.agent, again)) dropLocal(local.clientId);
   else {
-    Object.assign(local, { status: 'failed', unsure: false, again });
+    Object.assign(local, { status: 'failed', unsure: false });
     putLocal(local); // the event of an equal message may have removed it
   }
   const short = again.text.length > 80 ? `${again.text.slice(0, 80)}…` : again.text || again.files.map((one) => one.filename).join(', ');

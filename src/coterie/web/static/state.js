@@ -249,6 +249,7 @@ export function part(message) {
 /** Merges a page of a conversation. Messages that are not in `had`, the ids before the request, arrived meanwhile and follow it. */
 function joinPage(one, items, where, had = new Set()) {
   const ids = items.map((item) => keep(item).id);
+  items.forEach(settle);
   const fresh = new Set(ids);
   const rest = one.ids.filter((id) => !fresh.has(id));
   if (where === 'older') one.ids = [...ids, ...rest];
@@ -380,6 +381,7 @@ async function readSnapshot() {
   }
   state.queues = new Map();
   for (const message of seen.queues) queue(message.to).push(keep(message).id);
+  [...seen.queues, ...seen.delayed].forEach(settle);
   state.delayed = new Map(seen.delayed.map((one) => [one.id, keep(one)]));
   state.questions = new Set(seen.openQuestions.map((one) => keep(one).id));
   state.tasks = new Map((seen.tasks ?? []).map((one) => [one.id, one]));
@@ -423,28 +425,108 @@ export const queue = (agent) => {
   return state.queues.get(agent);
 };
 
-// Sent messages that are not confirmed
+// Sent messages that are not confirmed. The browser keeps them, so that a reload loses none.
 
-export function dropLocal(clientId) {
-  const local = state.locals.get(clientId);
-  if (!local) return;
-  state.locals.delete(clientId);
+/** The name of a kept message in the browser's storage, and of the lock of the tab that sends it. */
+export const keptAs = (clientId) => `coterie.sent.${clientId}`;
+const KEPT = keptAs('');
+const MOST_KEPT = 20;
+
+/** A message that is being sent. `again`: what sends or restores it. */
+export function localOf(again, createdAt = new Date(now()).toISOString()) {
+  const { agent, text, files, replyTo = null, clientId } = again;
+  const payload = { ...(text.trim() && { text }), ...(files.length && { attachments: files }) };
+  return { local: true, clientId, to: agent, from: PERSON, payload, inReplyTo: replyTo, status: 'sending', createdAt, again };
+}
+
+/** A kept message as one whose send failed; undefined if it is broken or gone. */
+function readKept(key) {
+  try {
+    const { again, createdAt, status } = JSON.parse(localStorage.getItem(key));
+    const { agent, text, files, clientId } = again;
+    const isWhole = key === keptAs(clientId) && typeof agent === 'string' && typeof text === 'string' && !Number.isNaN(Date.parse(createdAt));
+    return isWhole && files.every((one) => typeof one.artifactRef === 'string') ? { ...localOf(again, createdAt), status: 'failed', interrupted: status === 'sending' } : undefined;
+  } catch {
+    return undefined;
+  }
+}
+
+/** All kept messages, oldest first. Removes broken ones and all but the newest. */
+function readAllKept() {
+  const keys = Object.keys(localStorage).filter((key) => key.startsWith(KEPT));
+  const all = keys.map(readKept).filter(Boolean).sort((a, b) => (a.createdAt < b.createdAt ? -1 : 1)).slice(-MOST_KEPT);
+  const names = new Set(all.map((one) => keptAs(one.clientId)));
+  for (const key of keys) if (!names.has(key)) localStorage.removeItem(key);
+  return all;
+}
+
+/** Shows the messages that an earlier page kept. */
+export function restoreLocals() {
+  for (const { clientId } of readAllKept()) {
+    const key = keptAs(clientId);
+    const show = () => {
+      const local = readKept(key);
+      if (local) showLocal(local);
+    };
+    // A tab that still sends the message has the lock. Without locks (plain http), Retry finds what arrived.
+    if (navigator.locks) navigator.locks.request(key, show).catch(show);
+    else show();
+  }
+  addEventListener('storage', ({ key, newValue }) => {
+    const local = newValue === null && key?.startsWith(KEPT) && state.locals.get(key.slice(KEPT.length));
+    if (local && local.status === 'failed') hideLocal(local); // another tab sends, edits or has removed it
+  });
+}
+
+function showLocal(local) {
+  state.locals.set(local.clientId, local);
   touch(`thread:${local.to}`, `queue:${local.to}`);
 }
 
-export function putLocal(local) {
-  state.locals.set(local.clientId, local);
+function hideLocal(local) {
+  state.locals.delete(local.clientId);
   touch(`thread:${local.to}`, `queue:${local.to}`);
+}
+
+export function dropLocal(clientId) {
+  localStorage.removeItem(keptAs(clientId));
+  const local = state.locals.get(clientId);
+  if (local) hideLocal(local);
+}
+
+export function putLocal(local) {
+  const { clientId, again, createdAt, status } = local;
+  try {
+    localStorage.setItem(keptAs(clientId), JSON.stringify({ again, createdAt, status }));
+    readAllKept();
+  } catch {
+    // The storage is full: a reload loses the message.
+  }
+  showLocal(local);
 }
 
 /** The server has accepted a message. Its event may arrive before or after this call. */
 export function confirmLocal(clientId, receipt) {
   const local = state.locals.get(clientId);
-  if (!local) return;
-  if (state.messages.has(receipt.messageId)) return dropLocal(clientId);
+  if (!local || state.messages.has(receipt.messageId)) return dropLocal(clientId);
+  localStorage.removeItem(keptAs(clientId));
   Object.assign(local, { messageId: receipt.messageId, status: receipt.state === 'pending' ? 'delivered' : receipt.state });
   touch(`thread:${local.to}`, `queue:${local.to}`);
 }
+
+/** Removes the local copy of a message that the server has confirmed. */
+export function settle(message) {
+  if (message.from !== PERSON) return;
+  for (const [clientId, local] of state.locals) {
+    const isOpen = local.status === 'sending' || local.interrupted;
+    if (local.messageId === message.id || (isOpen && alike(local, message))) return dropLocal(clientId);
+  }
+}
+
+/** The server does not tell the clientId: a message is compared by what it says, and cannot be older. */
+const alike = (local, message) =>
+  local.to === message.to && !local.messageId && (local.payload.text ?? '') === (message.payload.text ?? '') &&
+  local.inReplyTo === message.inReplyTo && Date.parse(message.createdAt) >= Date.parse(local.createdAt);
 
 /** Functions called with every event: `(kind, data)`. */
 export const watchers = new Set();
