@@ -91,6 +91,35 @@ async def test_send_becomes_stop_while_the_agent_works_and_the_box_is_empty(pane
     Bell.may_end.set()
 
 
+async def test_a_double_click_or_a_held_key_on_send_does_not_stop_the_agent(panel: Panel, words: Words) -> None:
+    page = await panel.open(locale=words.locale)
+    stops = record_bodies(page, path="/api/v1/agents/ada/stop")
+    button, composer = page.locator(ui.SEND), page.locator(ui.COMPOSER)
+    is_stop = re.compile("is-stop")
+    Bell.may_end.clear()
+    panel.server.script(Says(calls=(Calls("look", {"name": "a"}),)), "Done")
+    await composer.fill("Look")
+    await button.hover()
+    await page.mouse.down()
+    await page.mouse.up()
+    await expect(button).to_have_class(is_stop)
+    await page.mouse.down(click_count=2)
+    await page.mouse.up(click_count=2)
+    await composer.fill("And then")
+    await button.focus()
+    await page.keyboard.down("Enter")
+    await expect(button).to_have_class(is_stop)
+    await button.focus()
+    await page.keyboard.down("Enter")  # repeated, because it is still held
+    await page.keyboard.up("Enter")
+    await expect(page.locator(ui.WAITING)).to_have_count(1)
+    assert stops == []
+    await button.click(delay=1)
+    await expect(button).not_to_have_class(is_stop)
+    assert len(stops) == 1
+    Bell.may_end.set()
+
+
 @BOTH
 async def test_everything_can_be_paused_resumed_and_stopped(panel: Panel, locale: str) -> None:
     words = WORDS[locale]

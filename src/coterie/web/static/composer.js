@@ -50,9 +50,12 @@ export function mountComposer(root, agent) {
   } });
   // One button for both, so that the focus stays on it when Send becomes Stop and back.
   const sender = button({ class: 'primary send-btn', 'data-testid': 'send', type: 'submit', onclick: (event) => {
-    if (!stops()) return;
+    const isRepeated = event.detail > 1; // a double click sends: it must not stop the agent
+    if (!isRepeated && !stops()) return;
     event.preventDefault();
-    stop(agent);
+    if (!isRepeated) stop(agent);
+  }, onkeydown: (event) => {
+    if (event.repeat && event.key === 'Enter') event.preventDefault();
   } });
   const clock = iconButton('clock', t('sendLater'), { class: 'later-btn', 'data-testid': 'send-later', onclick: later });
   const form = h('form', { class: 'composer', onsubmit: (event) => {
