@@ -337,7 +337,7 @@ async function transmit(again, restores) {
 
 function notSent(local, restores, error) {
   const { again } = local;
-  if (restores && restore(again.agent, again)) dropLocal(local.clientId);
+  if (restores && restore(again.agent, asWritten(local))) dropLocal(local.clientId);
   else {
     Object.assign(local, { status: 'failed', unsure: false });
     putLocal(local); // the event of an equal message may have removed it
@@ -365,9 +365,12 @@ function restore(agent, { text, files, replyTo }) {
   return true;
 }
 
+/** What the composer had before a message was sent. The question that it only asks about is chosen anew. */
+const asWritten = (message) => ({ text: textOf(message), files: message.payload?.attachments ?? [], replyTo: message.option === undefined && !message.asksBack ? message.inReplyTo : null });
+
 /** Puts a message that is to be sent again into the composer of its agent, after newer text. */
 export function putBack(agent, message) {
-  const back = { text: textOf(message), files: message.payload?.attachments ?? [], replyTo: message.option === undefined && !message.asksBack ? message.inReplyTo : null };
+  const back = asWritten(message);
   if (!restore(agent, back)) {
     if (shown?.agent === agent) shown.add(back.text, back.files);
     else addToDraft(agent, back.text, back.files);

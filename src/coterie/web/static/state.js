@@ -434,9 +434,9 @@ const MOST_KEPT = 20;
 
 /** A message that is being sent. `again`: what sends or restores it. */
 export function localOf(again, createdAt = new Date(now()).toISOString()) {
-  const { agent, text, files, replyTo = null, clientId } = again;
+  const { agent, text, files, replyTo = null, asksBack = false, clientId } = again;
   const payload = { ...(text.trim() && { text }), ...(files.length && { attachments: files }) };
-  return { local: true, clientId, to: agent, from: PERSON, payload, inReplyTo: replyTo, status: 'sending', createdAt, again };
+  return { local: true, clientId, to: agent, from: PERSON, payload, inReplyTo: replyTo, asksBack, status: 'sending', createdAt, again };
 }
 
 /** A kept message as one whose send failed; undefined if it is broken or gone. */
