@@ -259,6 +259,32 @@ async def test_a_question_without_a_decision_stays_one_when_it_is_sent_again(
         assert Bell.rings == []
 
 
+async def test_the_choice_of_asking_or_deciding_does_not_take_the_typed_text(
+    browser: Browser, tmp_path: Path, words: Words
+) -> None:
+    async with open_panel(tmp_path, browser, agents=AGENTS, tools=TOOLS + PAYMENT) as panel:
+        call = Calls("pay", {"amount": 5, "recipient": "ACME", "memo": "rent"})
+        panel.server.script(Says(calls=(call,)), "I left it.")
+        page = await panel.open(locale=words.locale)
+        composer, undecided = page.locator(ui.COMPOSER), page.get_by_test_id("ask-back")
+        await ui.send(page, "Pay it")
+        await undecided.click()
+        await expect(composer).to_be_focused()
+        await page.keyboard.type("No, ")
+        await undecided.focus()
+        await page.keyboard.type("leave it")
+        await expect(composer).to_have_value("No, leave it")
+        await undecided.focus()
+        for is_checked in (True, False):
+            await page.keyboard.press("Space")
+            await expect(undecided).to_be_checked(checked=is_checked)
+            await expect(composer).to_be_focused()
+            await undecided.focus()
+        await composer.press("Enter")
+        await expect(ui.messages(page).filter(has_text="I left it.")).to_be_visible()
+        await expect(undecided).to_be_checked()  # for the next question
+
+
 @pytest.mark.parametrize(("locale", "at"), LANGUAGES.items())
 async def test_an_ordinary_message_at_an_approval_cancels_its_call(
     browser: Browser, tmp_path: Path, locale: str, at: int

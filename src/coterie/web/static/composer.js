@@ -42,7 +42,10 @@ export function mountComposer(root, agent) {
   const chips = h('div', { class: 'composer-files' });
   const text = h('textarea', { class: 'composer-text', id: 'composer', rows: '1', dir: 'auto', 'data-testid': 'composer', 'aria-describedby': 'composer-hint', enterkeyhint: 'send' });
   const hint = h('p', { class: 'composer-hint meta', id: 'composer-hint' });
-  const undecided = h('input', { type: 'checkbox', checked: true, 'data-testid': 'ask-back', onchange: () => paint() });
+  const undecided = h('input', { type: 'checkbox', checked: true, 'data-testid': 'ask-back', onchange: () => {
+    paint();
+    text.focus();
+  } });
   const choice = h('label', { class: 'ask-back' }, undecided, t('askBack'));
   const picker = h('input', { type: 'file', multiple: true, hidden: true, 'data-testid': 'file-input', onchange: () => {
     attach([...picker.files]);
@@ -248,6 +251,7 @@ export function mountComposer(root, agent) {
     const about = plan ? null : asksBack();
     const to = about ?? draft.replyTo;
     text.value = '';
+    undecided.checked = true;
     tray?.clear();
     Object.assign(draft, { text: '', files: [], replyTo: null });
     changed();
