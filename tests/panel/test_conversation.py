@@ -679,6 +679,35 @@ async def test_broken_and_old_kept_messages_are_left_out(panel: Panel) -> None:
     assert await page.evaluate(stored) == 19
 
 
+async def test_two_tabs_do_not_overwrite_the_draft_of_each_other(panel: Panel, words: Words) -> None:
+    context = await panel.browser(locale=words.locale)
+    first, second = await panel.open(context=context), await panel.open(context=context)
+    boxes = [tab.locator(ui.COMPOSER) for tab in (first, second)]
+    title = '[data-testid="title"]'
+
+    async def visit_bob(tab: Page) -> None:
+        await ui.row(tab, "bob").click()
+        await expect(tab.locator(title)).to_have_text("Bob")
+        await ui.row(tab, "ada").click()
+        await expect(tab.locator(title)).to_have_text("Ada")
+
+    await boxes[0].fill("From the first")
+    await expect(boxes[1]).to_have_value("From the first")
+    await first.set_input_files("input[type=file]", {"name": "a.png", "mimeType": "image/png", "buffer": PNG})
+    await expect(second.locator(ui.CHIP)).to_contain_text("a.png")
+    await visit_bob(second)
+    await expect(boxes[1]).to_have_value("From the first")
+    await boxes[1].fill("From the second")
+    await expect(boxes[0]).to_have_value("From the first")  # it is being written
+    await visit_bob(first)
+    await expect(boxes[0]).to_have_value("From the second")
+    await expect(first.locator(ui.CHIP)).to_contain_text("a.png")
+    await boxes[1].press("Enter")
+    await expect(boxes[0]).to_have_value("")
+    await expect(first.locator(ui.CHIP)).to_have_count(0)
+    await eventually(lambda: _said(panel, "From the second"))
+
+
 async def hold_withdrawals(page: Page) -> asyncio.Event:
     """Hold requests that withdraw a message until the returned event is set."""
     may_go = asyncio.Event()

@@ -35,6 +35,8 @@ export function mountComposer(root, agent) {
   let tray = null; // attachments; the module is loaded for the first file
   let composedAt = -1;
   let waitingPlan = null; // of a message whose files are not uploaded yet
+  let known = packed(draft); // what the storage has, as far as this composer knows
+  let isMine = false; // the stored draft was written here
   let left = false; // it neither sends nor stores its draft: the same agent may have a new composer
 
   const strip = h('div', { class: 'strip', role: 'region', 'aria-label': t('strip') });
@@ -123,10 +125,24 @@ export function mountComposer(root, agent) {
   }
 
   function keepDraft() {
-    if (left) return;
-    const files = tray ? tray.ready() : draft.files;
-    if (draft.text || files.length || draft.replyTo) storeDraft(agent, { ...draft, files });
+    const mine = { ...draft, files: filesReady() };
+    if (left || packed(mine) === known) return; // another tab may have stored a newer draft
+    known = packed(mine);
+    isMine = Boolean(known);
+    if (isMine) storeDraft(agent, mine);
     else localStorage.removeItem(kept(agent));
+  }
+
+  /** Shows the draft of another tab, unless this one has its own. */
+  function follow({ key }) {
+    if (key !== kept(agent) || isMine || tray?.busy()) return;
+    Object.assign(draft, { text: '', files: [], replyTo: null }, readDraft(agent));
+    known = packed(draft);
+    text.value = draft.text;
+    tray?.clear();
+    if (draft.files.length) loadTray();
+    size();
+    paint();
   }
 
   function paint() {
@@ -215,10 +231,14 @@ export function mountComposer(root, agent) {
       tray.waits = false;
       submit(waitingPlan);
     }, moveTo, (artifact) => addToDraft(agent, '', [artifact]));
-    if (draft.files.length) tray.restore(draft.files);
+    const files = draft.files;
     draft.files = [];
+    if (files.length) tray.restore(files);
     return tray;
   }
+
+  /** The files of the draft that are uploaded. */
+  const filesReady = () => [...draft.files, ...(tray?.ready() ?? [])];
 
   async function attach(files) {
     (await loadTray()).add(files);
@@ -246,7 +266,7 @@ export function mountComposer(root, agent) {
       return paint();
     }
     waitingPlan = null;
-    const files = tray ? tray.ready() : draft.files;
+    const files = filesReady();
     const words = text.value;
     const about = plan ? null : asksBack();
     const to = about ?? draft.replyTo;
@@ -273,6 +293,7 @@ export function mountComposer(root, agent) {
   size();
   paint();
   const ends = [mountStrip(strip, agent), on([`agent:${agent}`, 'agents', 'snapshot', 'questions'], paint), drop];
+  addEventListener('storage', follow);
   const focus = () => text.focus();
   shown = { agent, refill, add, focus };
   return {
@@ -284,6 +305,7 @@ export function mountComposer(root, agent) {
       keepDraft();
       left = true;
       shown = null;
+      removeEventListener('storage', follow);
       if (tray?.leave()) handedTo.add(agent);
       ends.forEach((end) => end());
     },
@@ -382,7 +404,10 @@ export function putBack(agent, message) {
   if (shown?.agent === agent) shown.focus();
 }
 
-const storeDraft = (agent, { text, files, replyTo }) => localStorage.setItem(kept(agent), JSON.stringify({ text, files, replyTo }));
+/** A draft as it is stored; empty if it has nothing. */
+const packed = ({ text, files, replyTo }) => (text || files?.length || replyTo ? JSON.stringify({ text, files, replyTo }) : '');
+
+const storeDraft = (agent, draft) => localStorage.setItem(kept(agent), packed(draft));
 
 function addToDraft(agent, words, more = []) {
   const { text, files = [], replyTo } = readDraft(agent) ?? {};
