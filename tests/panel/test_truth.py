@@ -419,6 +419,10 @@ async def test_a_long_paste_becomes_a_file_and_does_not_freeze_the_page(panel: P
     await page.locator(ui.TOAST).last.get_by_role("button", name=words("pasteAsText")).click()
     await expect(page.locator(ui.COMPOSER)).to_have_value("word " * 5_000)
     await expect(page.locator(ui.CHIP)).to_have_count(0)
+    await page.locator(ui.COMPOSER).fill("")
+    await page.evaluate(paste, "a\n" * 5_000)
+    await expect(page.locator(ui.CHIP)).to_contain_text(words("pastedName"))
+    await expect(page.locator(ui.COMPOSER)).to_have_value("")
 
 
 @pytest.mark.parametrize(("locale", "at"), LANGUAGES.items())

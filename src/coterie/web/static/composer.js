@@ -13,6 +13,7 @@ import { mountStrip, waitingFor, withdraw } from './waiting.js';
 const LONGEST = 200_000;
 const LONG_PASTE = 20_000; // characters; a longer text is attached instead of inserted
 const MOST_LINES = 2_000; // a text with more lines would freeze the page while it is laid out
+const hasManyLines = (words) => words.split('\n', MOST_LINES + 1).length > MOST_LINES;
 const handedTo = new Set(); // agents whose next composer gets moved files, or files that were not uploaded when it was left
 let shown = null; // the composer that is shown: {agent, refill, add, focus}
 const kept = (agent) => `coterie.draft.${agent}`;
@@ -92,7 +93,7 @@ export function mountComposer(root, agent) {
   text.addEventListener('paste', (event) => {
     const files = [...(event.clipboardData?.files ?? [])];
     const words = files.length ? '' : event.clipboardData?.getData('text/plain') ?? '';
-    if (!files.length && words.length <= LONG_PASTE) return;
+    if (!files.length && words.length <= LONG_PASTE && !hasManyLines(words)) return;
     event.preventDefault();
     if (files.length) attach(files);
     else attachText(words);
@@ -102,7 +103,7 @@ export function mountComposer(root, agent) {
   async function attachText(words) {
     const file = new File([words], t('pastedName'), { type: 'text/plain' });
     await attach([file]);
-    const insert = words.length <= LONGEST && words.split('\n', MOST_LINES + 1).length <= MOST_LINES && (() => {
+    const insert = words.length <= LONGEST && !hasManyLines(words) && (() => {
       tray.drop(file);
       text.setRangeText(words, text.selectionStart, text.selectionEnd, 'end');
       changed();
