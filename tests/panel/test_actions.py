@@ -193,6 +193,19 @@ async def test_the_menu_of_a_message_copies_quotes_retries_and_marks_unread(pane
 
 
 @BOTH
+async def test_a_copied_text_has_no_language_and_no_button_of_its_code(panel: Panel, locale: str) -> None:
+    await panel.send_as_agent("Before\n\n```python\nprint(1)\n```\n\nAfter")
+    context = await panel.browser(locale=locale, permissions=["clipboard-read", "clipboard-write"])
+    page = await panel.open(context=context)
+    await expect(page.locator(".md-code-head")).to_contain_text("python")
+    await (await menu(page, page.get_by_test_id("message-menu"), WORDS[locale]["text"])).press("Enter")
+    await expect(page.locator(ui.TOAST)).to_have_text(Words(locale)("copied"))
+    copied = str(await page.evaluate("() => navigator.clipboard.readText()"))
+    assert copied.split() == ["Before", "print(1)", "After"]
+    await expect(page.locator(".md-code-head")).to_be_visible()
+
+
+@BOTH
 async def test_find_goes_through_all_hits_also_those_not_loaded(panel: Panel, locale: str) -> None:
     words = WORDS[locale]
     first = await panel.send_as_agent("The quarterly needle")
