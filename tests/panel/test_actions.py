@@ -291,6 +291,28 @@ async def test_a_message_is_sent_later_moved_and_edited(panel: Panel, locale: st
     assert schedule.every.startswith("daily 09:30") and await panel.society.bus.delayed_count() == 1
 
 
+async def test_a_scheduled_message_that_has_only_a_file_is_moved(panel: Panel, words: Words) -> None:
+    made = await panel.society.artifacts.put(b"hello", "a.txt")
+    files = [{"artifactRef": made.ref, "filename": "a.txt"}]
+    await panel.society.bus.send(sender="user", to="ada", payload={"attachments": files}, delay_ms=3_600_000)
+    page = await panel.open("#/delayed", locale=words.locale)
+    await page.locator(".screen .delayed-item").get_by_test_id("delayed-edit").click()
+    due = datetime.now(UTC) + timedelta(days=3)
+    await page.get_by_test_id("when-at").fill(due.strftime("%Y-%m-%dT09:30"))
+    await page.get_by_test_id("when-save").click()
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+    (delayed,) = await panel.society.store.delayed(None, limit=5)
+    assert delayed.deliver_at is not None and abs(delayed.deliver_at - due) < timedelta(days=2)
+    assert "text" not in delayed.payload
+    await page.locator(".screen .delayed-item").get_by_test_id("delayed-edit").click()
+    await page.get_by_test_id("when-repeat").select_option("daily 09:30")  # sent again, with its file
+    await page.get_by_test_id("when-save").click()
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+    (schedule,) = await panel.society.store.schedules()
+    assert schedule.every.startswith("daily 09:30")
+    assert [one["filename"] for one in schedule.payload["attachments"]] == ["a.txt"]
+
+
 async def test_a_refused_edit_of_a_scheduled_message_keeps_it(panel: Panel) -> None:
     await panel.society.send(to="ada", text="Good morning", delay_ms=3_600_000)
     page = await panel.open("#/delayed")
