@@ -91,6 +91,35 @@ async def test_send_becomes_stop_while_the_agent_works_and_the_box_is_empty(pane
     Bell.may_end.set()
 
 
+async def test_a_double_click_or_a_held_key_on_send_does_not_stop_the_agent(panel: Panel, words: Words) -> None:
+    page = await panel.open(locale=words.locale)
+    stops = record_bodies(page, path="/api/v1/agents/ada/stop")
+    button, composer = page.locator(ui.SEND), page.locator(ui.COMPOSER)
+    is_stop = re.compile("is-stop")
+    Bell.may_end.clear()
+    panel.server.script(Says(calls=(Calls("look", {"name": "a"}),)), "Done")
+    await composer.fill("Look")
+    await button.hover()
+    await page.mouse.down()
+    await page.mouse.up()
+    await expect(button).to_have_class(is_stop)
+    await page.mouse.down(click_count=2)
+    await page.mouse.up(click_count=2)
+    await composer.fill("And then")
+    await button.focus()
+    await page.keyboard.down("Enter")
+    await expect(button).to_have_class(is_stop)
+    await button.focus()
+    await page.keyboard.down("Enter")  # repeated, because it is still held
+    await page.keyboard.up("Enter")
+    await expect(page.locator(ui.WAITING)).to_have_count(1)
+    assert stops == []
+    await button.click(delay=1)
+    await expect(button).not_to_have_class(is_stop)
+    assert len(stops) == 1
+    Bell.may_end.set()
+
+
 @BOTH
 async def test_everything_can_be_paused_resumed_and_stopped(panel: Panel, locale: str) -> None:
     words = WORDS[locale]
@@ -161,6 +190,19 @@ async def test_the_menu_of_a_message_copies_quotes_retries_and_marks_unread(pane
     await ui.row(other, "ada").click()
     await expect(ui.row(other, "ada").get_by_test_id("unread")).to_have_count(0)
     await expect(ui.row(page, "ada").get_by_test_id("unread")).to_have_count(0)
+
+
+@BOTH
+async def test_a_copied_text_has_no_language_and_no_button_of_its_code(panel: Panel, locale: str) -> None:
+    await panel.send_as_agent("Before\n\n```python\nprint(1)\n```\n\nAfter")
+    context = await panel.browser(locale=locale, permissions=["clipboard-read", "clipboard-write"])
+    page = await panel.open(context=context)
+    await expect(page.locator(".md-code-head")).to_contain_text("python")
+    await (await menu(page, page.get_by_test_id("message-menu"), WORDS[locale]["text"])).press("Enter")
+    await expect(page.locator(ui.TOAST)).to_have_text(Words(locale)("copied"))
+    copied = str(await page.evaluate("() => navigator.clipboard.readText()"))
+    assert copied.split() == ["Before", "print(1)", "After"]
+    await expect(page.locator(".md-code-head")).to_be_visible()
 
 
 @BOTH
@@ -247,6 +289,28 @@ async def test_a_message_is_sent_later_moved_and_edited(panel: Panel, locale: st
     await expect(page.get_by_role("dialog")).to_have_count(0)
     (schedule,) = await panel.society.store.schedules()
     assert schedule.every.startswith("daily 09:30") and await panel.society.bus.delayed_count() == 1
+
+
+async def test_a_scheduled_message_that_has_only_a_file_is_moved(panel: Panel, words: Words) -> None:
+    made = await panel.society.artifacts.put(b"hello", "a.txt")
+    files = [{"artifactRef": made.ref, "filename": "a.txt"}]
+    await panel.society.bus.send(sender="user", to="ada", payload={"attachments": files}, delay_ms=3_600_000)
+    page = await panel.open("#/delayed", locale=words.locale)
+    await page.locator(".screen .delayed-item").get_by_test_id("delayed-edit").click()
+    due = datetime.now(UTC) + timedelta(days=3)
+    await page.get_by_test_id("when-at").fill(due.strftime("%Y-%m-%dT09:30"))
+    await page.get_by_test_id("when-save").click()
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+    (delayed,) = await panel.society.store.delayed(None, limit=5)
+    assert delayed.deliver_at is not None and abs(delayed.deliver_at - due) < timedelta(days=2)
+    assert "text" not in delayed.payload
+    await page.locator(".screen .delayed-item").get_by_test_id("delayed-edit").click()
+    await page.get_by_test_id("when-repeat").select_option("daily 09:30")  # sent again, with its file
+    await page.get_by_test_id("when-save").click()
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+    (schedule,) = await panel.society.store.schedules()
+    assert schedule.every.startswith("daily 09:30")
+    assert [one["filename"] for one in schedule.payload["attachments"]] == ["a.txt"]
 
 
 async def test_a_refused_edit_of_a_scheduled_message_keeps_it(panel: Panel) -> None:

@@ -601,6 +601,113 @@ async def test_a_failed_send_stays_when_the_agent_has_taken_an_equal_message(pan
     await expect(page.locator(f'{ui.FEED} [data-state="failed"]')).to_contain_text("Yes")
 
 
+@pytest.mark.parametrize("arrives", [False, True])
+async def test_a_message_that_a_reload_interrupts_is_not_lost(panel: Panel, words: Words, arrives: bool) -> None:
+    page = await panel.open(locale=words.locale)
+    panel.allow("Failed to load resource")
+    held, sent = Held(), record_bodies(page)
+    await page.route("**/api/v1/messages", held)
+    await ui.send(page, "My own words")
+    await asyncio.wait_for(held.arrived.wait(), TIMEOUT_SECONDS)
+    if arrives:
+        given = held.bodies[0]
+        await panel.society.bus.send(
+            sender="user", to="ada", payload=given["payload"], client_id=given["clientId"]
+        )
+        await panel.stage.state("ada", "idle")
+    await page.reload()
+    await page.wait_for_selector("[data-ready]")
+    held.may_end.set()
+    await page.unroute("**/api/v1/messages")
+    failed = page.locator(f'{ui.FEED} [data-state="failed"]')
+    if not arrives:
+        await expect(failed).to_contain_text("My own words")
+        await failed.get_by_role("button", name=words("retry")).click()
+        await eventually(lambda: _said(panel, "My own words"))
+        assert sent[0] == sent[1]
+    await expect(page.locator(f"{ui.FEED} .msg-mine[data-message-id]")).to_have_count(1)
+    await expect(failed).to_have_count(0)
+    await page.reload()
+    await expect(page.locator(f"{ui.FEED} .msg-mine")).to_have_count(1)
+    assert await page.evaluate("() => Object.keys(localStorage).filter(key => key.startsWith('coterie.sent'))") == []
+    assert await panel.texts() == ["My own words"]
+
+
+async def test_a_message_that_another_tab_is_sending_is_not_offered_again(panel: Panel) -> None:
+    context = await panel.browser()
+    sender = await panel.open(context=context)
+    # A request that the test holds would go to the server when its page is closed.
+    await sender.evaluate(
+        """() => { const real = fetch; window.fetch = (url, options) =>
+            options.method === 'POST' && url.endsWith('/messages') ? new Promise(() => {}) : real(url, options); }"""
+    )
+    await ui.send(sender, "My own words")
+    await expect(sender.locator(f'{ui.FEED} [data-state="sending"]')).to_be_visible()
+    other, failed = await panel.open(context=context), f'{ui.FEED} [data-state="failed"]'
+    await expect(other.get_by_test_id("empty-thread")).to_be_visible()
+    await expect(other.locator(failed)).to_have_count(0)
+    await sender.close()
+    await expect(other.locator(failed)).to_contain_text("My own words")
+    third = await panel.open(context=context)
+    await third.locator(failed).get_by_role("button", name="Edit").click()
+    await expect(third.locator(ui.COMPOSER)).to_have_value("My own words")
+    for tab in (other, third):
+        await expect(tab.locator(failed)).to_have_count(0)
+    assert await panel.texts() == []
+
+
+async def test_broken_and_old_kept_messages_are_left_out(panel: Panel) -> None:
+    page = await panel.open()
+    await page.evaluate(
+        """() => {
+            for (const broken of ['{', 'null', '{"again":{"clientId":"x","agent":"ada","text":1}}', '[]'])
+                localStorage.setItem(`coterie.sent.${broken.length}`, broken);
+            for (let n = 0; n < 30; n += 1) {
+                const again = { agent: 'ada', text: `Number ${n}`, files: [], clientId: `id${n}` };
+                const createdAt = new Date(1_700_000_000_000 + n).toISOString();
+                localStorage.setItem(`coterie.sent.id${n}`, JSON.stringify({ again, createdAt, status: 'failed' }));
+            } }"""
+    )
+    await page.reload()
+    failed = page.locator(f'{ui.FEED} [data-state="failed"]')
+    await expect(failed).to_have_count(20)
+    await expect(failed.first).to_contain_text("Number 10")
+    stored = "() => Object.keys(localStorage).filter(key => key.startsWith('coterie.sent')).length"
+    assert await page.evaluate(stored) == 20
+    await failed.first.get_by_role("button", name="Remove").click()
+    await expect(failed).to_have_count(19)
+    assert await page.evaluate(stored) == 19
+
+
+async def test_two_tabs_do_not_overwrite_the_draft_of_each_other(panel: Panel, words: Words) -> None:
+    context = await panel.browser(locale=words.locale)
+    first, second = await panel.open(context=context), await panel.open(context=context)
+    boxes = [tab.locator(ui.COMPOSER) for tab in (first, second)]
+    title = '[data-testid="title"]'
+
+    async def visit_bob(tab: Page) -> None:
+        await ui.row(tab, "bob").click()
+        await expect(tab.locator(title)).to_have_text("Bob")
+        await ui.row(tab, "ada").click()
+        await expect(tab.locator(title)).to_have_text("Ada")
+
+    await boxes[0].fill("From the first")
+    await expect(boxes[1]).to_have_value("From the first")
+    await first.set_input_files("input[type=file]", {"name": "a.png", "mimeType": "image/png", "buffer": PNG})
+    await expect(second.locator(ui.CHIP)).to_contain_text("a.png")
+    await visit_bob(second)
+    await expect(boxes[1]).to_have_value("From the first")
+    await boxes[1].fill("From the second")
+    await expect(boxes[0]).to_have_value("From the first")  # it is being written
+    await visit_bob(first)
+    await expect(boxes[0]).to_have_value("From the second")
+    await expect(first.locator(ui.CHIP)).to_contain_text("a.png")
+    await boxes[1].press("Enter")
+    await expect(boxes[0]).to_have_value("")
+    await expect(first.locator(ui.CHIP)).to_have_count(0)
+    await eventually(lambda: _said(panel, "From the second"))
+
+
 async def hold_withdrawals(page: Page) -> asyncio.Event:
     """Hold requests that withdraw a message until the returned event is set."""
     may_go = asyncio.Event()

@@ -94,6 +94,31 @@ async def test_streamed_text_is_always_a_prefix_of_the_reply(panel: Panel) -> No
     assert [text for text in seen if not words.startswith(text)] == []
 
 
+async def test_a_message_that_arrives_while_its_conversation_is_loaded_is_shown(panel: Panel) -> None:
+    sent = [await panel.send_as_agent(f"Message {n}") for n in range(3)]
+    page = await panel.open("#/a/bob")
+    await eventually(lambda: _is_live(panel))
+    has_page, may_go = asyncio.Event(), asyncio.Event()
+
+    async def hold(route: Route) -> None:
+        response = await route.fetch()
+        has_page.set()
+        await may_go.wait()
+        await route.fulfill(response=response)
+
+    await page.route("**/api/v1/threads/ada/messages*", hold)
+    await ui.row(page, "ada").click()
+    await has_page.wait()
+    sent.append(await panel.send_as_agent("After the page"))
+    await eventually_in(
+        page, "async id => (await import('/static/state.js')).state.messages.has(id)", sent[-1]
+    )
+    may_go.set()
+    await expect(ui.message(page, sent[-1])).to_be_visible()
+    shown = await ui.messages(page).evaluate_all("all => all.map(a => a.dataset.messageId)")
+    assert shown == sent
+
+
 @pytest.mark.check(22)
 async def test_eight_tabs_share_one_stream(panel: Panel) -> None:
     context = await panel.browser()

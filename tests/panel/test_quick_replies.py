@@ -148,6 +148,23 @@ async def test_a_held_key_sends_one_message(panel: Panel) -> None:
     assert await pressed(page, message_id) == [0]
 
 
+async def test_a_digit_after_an_answer_goes_to_the_composer(panel: Panel, words: Words) -> None:
+    message_id = await panel.send_as_agent("Which?", "one", "two")
+    page = await panel.open(locale=words.locale)
+    await options_of(page, message_id).first.focus()
+    await page.keyboard.press("3")  # there is no third option
+    await expect(page.locator(ui.COMPOSER)).to_have_value("3")
+    await options_of(page, message_id).first.focus()
+    for _ in range(3):
+        await page.keyboard.down("2")
+    await page.keyboard.up("2")
+    await expect(ui.state_line(page, message_id)).to_have_text(words("qrChosen", n=2))
+    await expect(options_of(page, message_id).nth(1)).to_be_focused()
+    await page.keyboard.type("10 of them")
+    await expect(page.locator(ui.COMPOSER)).to_have_value("310 of them")
+    assert await panel.texts() == ["two"]
+
+
 @pytest.mark.check(4)
 async def test_of_concurrent_choices_in_two_tabs_one_wins_in_both(panel: Panel) -> None:
     message_id = await panel.send_as_agent("Which?", "one", "two", "three")

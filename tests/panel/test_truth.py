@@ -18,7 +18,7 @@ from coterie.tour import script
 from tests.agent.held_answer import HeldAnswer
 from tests.agent.stage import TOOLS, Bell
 from tests.panel import ui
-from tests.panel.harness import AGENTS, PHONE, WIDE, Panel, eventually, open_panel, record_bodies
+from tests.panel.harness import AGENTS, PHONE, WIDE, Held, Panel, eventually, open_panel, record_bodies
 from tests.panel.words import Words
 
 LANGUAGES = {"en-US": 0, "zh-CN": 1}
@@ -226,6 +226,65 @@ async def test_asking_without_deciding_leaves_the_approval_open(
         assert await panel.errors() == []
 
 
+async def test_a_question_without_a_decision_stays_one_when_it_is_sent_again(
+    browser: Browser, tmp_path: Path, words: Words
+) -> None:
+    async with open_panel(tmp_path, browser, agents=AGENTS, tools=TOOLS + PAYMENT) as panel:
+        call = Calls("pay", {"amount": 5, "recipient": "ACME", "memo": "rent"})
+        panel.server.script(Says(calls=(call,)), "It is the rent.")
+        page = await panel.open(locale=words.locale)
+        panel.allow("Failed to load resource")
+        await ui.send(page, "Pay it")
+        await expect(page.get_by_test_id("ask-back")).to_be_visible()
+        held, sent, composer = Held(), record_bodies(page), page.locator(ui.COMPOSER)
+        await page.route("**/api/v1/messages", held)
+        for text in ("What is it for?", "Who gets it?"):
+            held.arrived.clear()
+            await ui.send(page, text)
+            await held.arrived.wait()
+        await composer.fill("Newer text")  # the failed messages stay in the conversation
+        held.may_end.set()
+        failed = page.locator(f'{ui.FEED} [data-state="failed"]')
+        await expect(failed).to_have_count(2)
+        await page.unroute("**/api/v1/messages")
+        await failed.first.get_by_role("button", name=words("retry")).click()
+        await expect(ui.messages(page).filter(has_text="It is the rent.")).to_be_visible()
+        assert sent[2] == sent[0]
+        assert sent[2]["asksBack"] is True
+        await expect(page.locator(".qr-approve")).not_to_have_attribute("aria-disabled", "true")
+        await failed.get_by_role("button", name=words("edit")).click()
+        await expect(composer).to_have_value("Newer text\n\nWho gets it?")
+        await expect(failed).to_have_count(0)
+        await expect(page.locator(".note-text")).to_have_count(0)
+        assert Bell.rings == []
+
+
+async def test_the_choice_of_asking_or_deciding_does_not_take_the_typed_text(
+    browser: Browser, tmp_path: Path, words: Words
+) -> None:
+    async with open_panel(tmp_path, browser, agents=AGENTS, tools=TOOLS + PAYMENT) as panel:
+        call = Calls("pay", {"amount": 5, "recipient": "ACME", "memo": "rent"})
+        panel.server.script(Says(calls=(call,)), "I left it.")
+        page = await panel.open(locale=words.locale)
+        composer, undecided = page.locator(ui.COMPOSER), page.get_by_test_id("ask-back")
+        await ui.send(page, "Pay it")
+        await undecided.click()
+        await expect(composer).to_be_focused()
+        await page.keyboard.type("No, ")
+        await undecided.focus()
+        await page.keyboard.type("leave it")
+        await expect(composer).to_have_value("No, leave it")
+        await undecided.focus()
+        for is_checked in (True, False):
+            await page.keyboard.press("Space")
+            await expect(undecided).to_be_checked(checked=is_checked)
+            await expect(composer).to_be_focused()
+            await undecided.focus()
+        await composer.press("Enter")
+        await expect(ui.messages(page).filter(has_text="I left it.")).to_be_visible()
+        await expect(undecided).to_be_checked()  # for the next question
+
+
 @pytest.mark.parametrize(("locale", "at"), LANGUAGES.items())
 async def test_an_ordinary_message_at_an_approval_cancels_its_call(
     browser: Browser, tmp_path: Path, locale: str, at: int
@@ -360,6 +419,10 @@ async def test_a_long_paste_becomes_a_file_and_does_not_freeze_the_page(panel: P
     await page.locator(ui.TOAST).last.get_by_role("button", name=words("pasteAsText")).click()
     await expect(page.locator(ui.COMPOSER)).to_have_value("word " * 5_000)
     await expect(page.locator(ui.CHIP)).to_have_count(0)
+    await page.locator(ui.COMPOSER).fill("")
+    await page.evaluate(paste, "a\n" * 5_000)
+    await expect(page.locator(ui.CHIP)).to_contain_text(words("pastedName"))
+    await expect(page.locator(ui.COMPOSER)).to_have_value("")
 
 
 @pytest.mark.parametrize(("locale", "at"), LANGUAGES.items())

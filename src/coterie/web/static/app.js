@@ -5,7 +5,7 @@ import { flag } from './dom.js';
 import { t } from './i18n.js';
 import * as notices from './notices.js';
 import { route, screen, show, start } from './router.js';
-import { resync, state } from './state.js';
+import { restoreLocals, resync, state } from './state.js';
 import { applyTheme, buildShell, followKeyboard, frame, locked } from './shell.js';
 import * as thread from './thread.js';
 
@@ -27,6 +27,7 @@ async function boot() {
     if (!isLocked) locked(isUsedLink);
     isLocked = true;
   });
+  restoreLocals();
   await start(frame);
   while (!state.booted && !isLocked) {
     await resync().catch(() => new Promise((resolve) => setTimeout(resolve, RETRY_MS)));

@@ -5,7 +5,7 @@ import { stop, stopping } from './agents_list.js';
 import { newId, send } from './api.js';
 import { dayAndTime, reasonOf, t } from './i18n.js';
 import { toast } from './notices.js';
-import { approvalOf, confirmLocal, dropLocal, isOpen, now, on, openQuestions, plainText, putLocal, state, textOf, touch } from './state.js';
+import { approvalOf, confirmLocal, dropLocal, isOpen, keptAs, localOf, now, on, openQuestions, plainText, putLocal, state, textOf, touch } from './state.js';
 import { agentPath, go } from './router.js';
 import { small, takeEarly } from './shell.js';
 import { mountStrip, waitingFor, withdraw } from './waiting.js';
@@ -13,9 +13,15 @@ import { mountStrip, waitingFor, withdraw } from './waiting.js';
 const LONGEST = 200_000;
 const LONG_PASTE = 20_000; // characters; a longer text is attached instead of inserted
 const MOST_LINES = 2_000; // a text with more lines would freeze the page while it is laid out
+const hasManyLines = (words) => words.split('\n', MOST_LINES + 1).length > MOST_LINES;
 const handedTo = new Set(); // agents whose next composer gets moved files, or files that were not uploaded when it was left
 let shown = null; // the composer that is shown: {agent, refill, add, focus}
 const kept = (agent) => `coterie.draft.${agent}`;
+
+let isShown = null; // while the page is left: a promise that it returns from the browser's cache
+addEventListener('pagehide', () => {
+  isShown = new Promise((resolve) => addEventListener('pageshow', resolve, { once: true }));
+});
 
 /** Shows the composer of one agent; '' until the agents are loaded. Returns `{leave, replyTo, refill, add, focus}`. */
 export function mountComposer(root, agent) {
@@ -30,6 +36,8 @@ export function mountComposer(root, agent) {
   let tray = null; // attachments; the module is loaded for the first file
   let composedAt = -1;
   let waitingPlan = null; // of a message whose files are not uploaded yet
+  let known = packed(draft); // what the storage has, as far as this composer knows
+  let isMine = false; // the stored draft was written here
   let left = false; // it neither sends nor stores its draft: the same agent may have a new composer
 
   const strip = h('div', { class: 'strip', role: 'region', 'aria-label': t('strip') });
@@ -37,7 +45,10 @@ export function mountComposer(root, agent) {
   const chips = h('div', { class: 'composer-files' });
   const text = h('textarea', { class: 'composer-text', id: 'composer', rows: '1', dir: 'auto', 'data-testid': 'composer', 'aria-describedby': 'composer-hint', enterkeyhint: 'send' });
   const hint = h('p', { class: 'composer-hint meta', id: 'composer-hint' });
-  const undecided = h('input', { type: 'checkbox', checked: true, 'data-testid': 'ask-back', onchange: () => paint() });
+  const undecided = h('input', { type: 'checkbox', checked: true, 'data-testid': 'ask-back', onchange: () => {
+    paint();
+    text.focus();
+  } });
   const choice = h('label', { class: 'ask-back' }, undecided, t('askBack'));
   const picker = h('input', { type: 'file', multiple: true, hidden: true, 'data-testid': 'file-input', onchange: () => {
     attach([...picker.files]);
@@ -45,9 +56,12 @@ export function mountComposer(root, agent) {
   } });
   // One button for both, so that the focus stays on it when Send becomes Stop and back.
   const sender = button({ class: 'primary send-btn', 'data-testid': 'send', type: 'submit', onclick: (event) => {
-    if (!stops()) return;
+    const isRepeated = event.detail > 1; // a double click sends: it must not stop the agent
+    if (!isRepeated && !stops()) return;
     event.preventDefault();
-    stop(agent);
+    if (!isRepeated) stop(agent);
+  }, onkeydown: (event) => {
+    if (event.repeat && event.key === 'Enter') event.preventDefault();
   } });
   const clock = iconButton('clock', t('sendLater'), { class: 'later-btn', 'data-testid': 'send-later', onclick: later });
   const form = h('form', { class: 'composer', onsubmit: (event) => {
@@ -79,7 +93,7 @@ export function mountComposer(root, agent) {
   text.addEventListener('paste', (event) => {
     const files = [...(event.clipboardData?.files ?? [])];
     const words = files.length ? '' : event.clipboardData?.getData('text/plain') ?? '';
-    if (!files.length && words.length <= LONG_PASTE) return;
+    if (!files.length && words.length <= LONG_PASTE && !hasManyLines(words)) return;
     event.preventDefault();
     if (files.length) attach(files);
     else attachText(words);
@@ -89,7 +103,7 @@ export function mountComposer(root, agent) {
   async function attachText(words) {
     const file = new File([words], t('pastedName'), { type: 'text/plain' });
     await attach([file]);
-    const insert = words.length <= LONGEST && words.split('\n', MOST_LINES + 1).length <= MOST_LINES && (() => {
+    const insert = words.length <= LONGEST && !hasManyLines(words) && (() => {
       tray.drop(file);
       text.setRangeText(words, text.selectionStart, text.selectionEnd, 'end');
       changed();
@@ -112,10 +126,24 @@ export function mountComposer(root, agent) {
   }
 
   function keepDraft() {
-    if (left) return;
-    const files = tray ? tray.ready() : draft.files;
-    if (draft.text || files.length || draft.replyTo) storeDraft(agent, { ...draft, files });
+    const mine = { ...draft, files: filesReady() };
+    if (left || packed(mine) === known) return; // another tab may have stored a newer draft
+    known = packed(mine);
+    isMine = Boolean(known);
+    if (isMine) storeDraft(agent, mine);
     else localStorage.removeItem(kept(agent));
+  }
+
+  /** Shows the draft of another tab, unless this one has its own. */
+  function follow({ key }) {
+    if (key !== kept(agent) || isMine || tray?.busy()) return;
+    Object.assign(draft, { text: '', files: [], replyTo: null }, readDraft(agent));
+    known = packed(draft);
+    text.value = draft.text;
+    tray?.clear();
+    if (draft.files.length) loadTray();
+    size();
+    paint();
   }
 
   function paint() {
@@ -204,10 +232,14 @@ export function mountComposer(root, agent) {
       tray.waits = false;
       submit(waitingPlan);
     }, moveTo, (artifact) => addToDraft(agent, '', [artifact]));
-    if (draft.files.length) tray.restore(draft.files);
+    const files = draft.files;
     draft.files = [];
+    if (files.length) tray.restore(files);
     return tray;
   }
+
+  /** The files of the draft that are uploaded. */
+  const filesReady = () => [...draft.files, ...(tray?.ready() ?? [])];
 
   async function attach(files) {
     (await loadTray()).add(files);
@@ -235,11 +267,12 @@ export function mountComposer(root, agent) {
       return paint();
     }
     waitingPlan = null;
-    const files = tray ? tray.ready() : draft.files;
+    const files = filesReady();
     const words = text.value;
     const about = plan ? null : asksBack();
     const to = about ?? draft.replyTo;
     text.value = '';
+    undecided.checked = true;
     tray?.clear();
     Object.assign(draft, { text: '', files: [], replyTo: null });
     changed();
@@ -261,6 +294,7 @@ export function mountComposer(root, agent) {
   size();
   paint();
   const ends = [mountStrip(strip, agent), on([`agent:${agent}`, 'agents', 'snapshot', 'questions'], paint), drop];
+  addEventListener('storage', follow);
   const focus = () => text.focus();
   shown = { agent, refill, add, focus };
   return {
@@ -272,6 +306,7 @@ export function mountComposer(root, agent) {
       keepDraft();
       left = true;
       shown = null;
+      removeEventListener('storage', follow);
       if (tray?.leave()) handedTo.add(agent);
       ends.forEach((end) => end());
     },
@@ -285,13 +320,20 @@ const asksApproval = (agent) => openQuestions(agent).find((one) => isOpen(one) &
  * Sends the message; shows the questions it answers as closed unless the server refuses it.
  * `restores`: a message that was not sent returns to the composer.
  */
-async function deliver({ agent, text, files, replyTo = null, asksBack = false, restores = false, plan = null, clientId = newId() }) {
+function deliver({ restores = false, ...what }) {
+  const again = { clientId: newId(), replyTo: null, asksBack: false, plan: null, ...what };
+  const sent = transmit(again, restores);
+  navigator.locks?.request(keptAs(again.clientId), () => sent).catch(() => {}); // other tabs do not offer to send it meanwhile
+  return sent;
+}
+
+async function transmit(again, restores) {
+  const { agent, text, files, replyTo, asksBack, plan, clientId } = again;
   const payload = {};
   if (text.trim()) payload.text = text;
   if (files.length) payload.attachments = files.map(({ artifactRef, filename }) => ({ artifactRef, filename }));
   const asked = plan || asksBack ? [] : openQuestions(agent).filter((one) => isOpen(one) && (!replyTo || one.id === replyTo));
-  const local = { local: true, clientId, to: agent, from: 'user', payload: { ...payload, attachments: files }, inReplyTo: replyTo, status: 'sending', createdAt: new Date(now()).toISOString() };
-  if (!files.length) delete local.payload.attachments;
+  const local = localOf(again);
   putLocal(local);
   for (const one of asked) state.sending.set(one.id, { option: null, clientId });
   touch('questions', ...asked.map((one) => `message:${one.id}`));
@@ -312,17 +354,19 @@ async function deliver({ agent, text, files, replyTo = null, asksBack = false, r
     }
     confirmLocal(clientId, receipt);
   } catch (error) {
-    notSent(local, { agent, text, files, replyTo: asksBack ? null : replyTo, plan, clientId }, restores, error);
+    await isShown; // a page that is left ends its requests, and what the server did with them is not known
+    notSent(local, restores, error);
   } finally {
     for (const one of asked) if (state.sending.get(one.id)?.clientId === clientId) state.sending.delete(one.id);
     touch('questions', ...asked.map((one) => `message:${one.id}`));
   }
 }
 
-function notSent(local, again, restores, error) {
-  if (restores && restore(again.agent, again)) dropLocal(local.clientId);
+function notSent(local, restores, error) {
+  const { again } = local;
+  if (restores && restore(again.agent, asWritten(local))) dropLocal(local.clientId);
   else {
-    Object.assign(local, { status: 'failed', unsure: false, again });
+    Object.assign(local, { status: 'failed', unsure: false });
     putLocal(local); // the event of an equal message may have removed it
   }
   const short = again.text.length > 80 ? `${again.text.slice(0, 80)}…` : again.text || again.files.map((one) => one.filename).join(', ');
@@ -348,9 +392,12 @@ function restore(agent, { text, files, replyTo }) {
   return true;
 }
 
+/** What the composer had before a message was sent. The question that it only asks about is chosen anew. */
+const asWritten = (message) => ({ text: textOf(message), files: message.payload?.attachments ?? [], replyTo: message.option === undefined && !message.asksBack ? message.inReplyTo : null });
+
 /** Puts a message that is to be sent again into the composer of its agent, after newer text. */
 export function putBack(agent, message) {
-  const back = { text: textOf(message), files: message.payload?.attachments ?? [], replyTo: message.option === undefined && !message.asksBack ? message.inReplyTo : null };
+  const back = asWritten(message);
   if (!restore(agent, back)) {
     if (shown?.agent === agent) shown.add(back.text, back.files);
     else addToDraft(agent, back.text, back.files);
@@ -358,7 +405,10 @@ export function putBack(agent, message) {
   if (shown?.agent === agent) shown.focus();
 }
 
-const storeDraft = (agent, { text, files, replyTo }) => localStorage.setItem(kept(agent), JSON.stringify({ text, files, replyTo }));
+/** A draft as it is stored; empty if it has nothing. */
+const packed = ({ text, files, replyTo }) => (text || files?.length || replyTo ? JSON.stringify({ text, files, replyTo }) : '');
+
+const storeDraft = (agent, draft) => localStorage.setItem(kept(agent), packed(draft));
 
 function addToDraft(agent, words, more = []) {
   const { text, files = [], replyTo } = readDraft(agent) ?? {};

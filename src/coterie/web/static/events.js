@@ -1,6 +1,6 @@
 // Applies the server's events to the state.
 
-import { dropLocal, early, join, keep, loadPlans, now, openQuestions, part, PERSON, queue, setOpen, state, thread, threadOf, touch, watchers, withNews } from './state.js';
+import { early, join, keep, loadPlans, now, openQuestions, part, PERSON, queue, setOpen, settle, state, thread, threadOf, touch, watchers, withNews } from './state.js';
 
 const HANDLERS = {
   'message.created': created,
@@ -68,19 +68,6 @@ function created(data) {
   if (message.payload?.approval && known(message.from)) loadPlans(message.from); // no other event says that its call waits for approval
   touch(`message:${message.id}`);
 }
-
-/** Removes the local copy of a message that the server has confirmed. */
-function settle(message) {
-  if (message.from !== PERSON) return;
-  for (const [clientId, local] of state.locals) {
-    const same = local.messageId === message.id || (local.status === 'sending' && alike(local, message));
-    if (same) return dropLocal(clientId);
-  }
-}
-
-const alike = (local, message) =>
-  local.to === message.to && !local.messageId && (local.payload.text ?? '') === (message.payload.text ?? '') &&
-  (local.inReplyTo ?? null) === message.inReplyTo;
 
 function updated(data) {
   if (data.gone) {

@@ -44,7 +44,7 @@ export const openPalette = () => typeInto(t('paletteWhat'), () => import('./scre
 
 export const showSheet = () => import('./screens/shortcuts.js').then((sheet) => sheet.openShortcuts());
 
-const typing = (el) => el.matches?.('input, textarea, select, [contenteditable]');
+const typing = (el) => el.matches?.('input:not([type=checkbox], [type=radio]), textarea, select, [contenteditable]');
 
 function pressed(event) {
   if (event.defaultPrevented || event.isComposing || document.querySelector('dialog[open]')) return;

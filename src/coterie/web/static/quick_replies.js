@@ -90,9 +90,11 @@ function toolbar(message, options) {
       buttons[to].focus();
     } else if (/^[0-9]$/.test(event.key)) {
       const picked = buttons[(Number(event.key) + 9) % 10];
-      if (!picked || event.repeat) return;
-      picked.focus();
-      picked.click();
+      if (!event.repeat) {
+        if (!picked || !isOpen(now()) || gone()) return; // it is text for the composer
+        picked.focus();
+        picked.click();
+      }
     } else if (event.key === 'Escape') toComposer();
     else return;
     event.preventDefault();

@@ -14,7 +14,7 @@ export const state = {
   skew: 0, // server's clock minus ours, in ms
   agents: new Map(),
   messages: new Map(),
-  threads: new Map(), // agent -> {ids, loaded, older, unread, firstUnread, last}
+  threads: new Map(), // agent -> {ids, requested, loaded, older, unread, firstUnread, last}
   queues: new Map(), // agent -> ids in FIFO order
   delayed: new Map(), // id -> message
   allPaused: false, // the whole society
@@ -102,7 +102,7 @@ export function threadOf(message) {
 
 export function thread(id) {
   if (!state.threads.has(id)) {
-    state.threads.set(id, { ids: [], loaded: false, older: null, unread: 0, firstUnread: null, last: null });
+    state.threads.set(id, { ids: [], requested: false, loaded: false, older: null, unread: 0, firstUnread: null, last: null });
   }
   return state.threads.get(id);
 }
@@ -229,7 +229,8 @@ export function join(message) {
   if (!id || !message.deliveredAt || message.state === 'withdrawn') return;
   const one = thread(id);
   if (!one.last || one.last.deliveredAt <= message.deliveredAt) one.last = message;
-  if (one.loaded && !one.ids.includes(message.id)) {
+  // A page that is being loaded may be older than the message.
+  if (one.requested && !one.ids.includes(message.id)) {
     let at = one.ids.length;
     while (at > 0 && state.messages.get(one.ids[at - 1])?.deliveredAt > message.deliveredAt) at -= 1;
     one.ids.splice(at, 0, message.id);
@@ -248,12 +249,13 @@ export function part(message) {
 /** Merges a page of a conversation. Messages that are not in `had`, the ids before the request, arrived meanwhile and follow it. */
 function joinPage(one, items, where, had = new Set()) {
   const ids = items.map((item) => keep(item).id);
+  items.forEach(settle);
   const fresh = new Set(ids);
   const rest = one.ids.filter((id) => !fresh.has(id));
   if (where === 'older') one.ids = [...ids, ...rest];
   else {
     const first = items[0]?.deliveredAt ?? '';
-    const linked = rest.length === 0 || ids.some((id) => one.ids.includes(id));
+    const linked = one.loaded && (rest.length === 0 || ids.some((id) => one.ids.includes(id)));
     const before = linked ? rest.filter((id) => (state.messages.get(id)?.deliveredAt ?? '') <= first) : [];
     const last = items.at(-1)?.deliveredAt ?? '';
     const after = rest.filter((id) => !had.has(id) && (state.messages.get(id)?.deliveredAt ?? '') > last);
@@ -266,6 +268,7 @@ function joinPage(one, items, where, had = new Set()) {
 export async function loadThread(agent, limit = 50) {
   const one = thread(agent);
   const had = new Set(one.ids);
+  one.requested = true;
   const page = await query(`/threads/${encodeURIComponent(agent)}/messages`, { limit });
   const linked = joinPage(one, page.items, 'latest', had);
   if (!one.loaded || !linked) one.older = page.next;
@@ -378,11 +381,12 @@ async function readSnapshot() {
   }
   state.queues = new Map();
   for (const message of seen.queues) queue(message.to).push(keep(message).id);
+  [...seen.queues, ...seen.delayed].forEach(settle);
   state.delayed = new Map(seen.delayed.map((one) => [one.id, keep(one)]));
   state.questions = new Set(seen.openQuestions.map((one) => keep(one).id));
   state.tasks = new Map((seen.tasks ?? []).map((one) => [one.id, one]));
   state.moreTasks = Math.max(0, (seen.taskCount ?? 0) - state.tasks.size);
-  const again = [...state.threads].filter(([, one]) => one.loaded).map(([id]) => id);
+  const again = [...state.threads].filter(([, one]) => one.requested).map(([id]) => id);
   state.booted = true;
   touch('agents', 'delayed', 'questions', 'unread', 'threads', 'tasks', 'society', 'snapshot');
   for (const id of [...state.agents.keys(), ...again]) touch(`agent:${id}`, `queue:${id}`);
@@ -421,28 +425,108 @@ export const queue = (agent) => {
   return state.queues.get(agent);
 };
 
-// Sent messages that are not confirmed
+// Sent messages that are not confirmed. The browser keeps them, so that a reload loses none.
 
-export function dropLocal(clientId) {
-  const local = state.locals.get(clientId);
-  if (!local) return;
-  state.locals.delete(clientId);
+/** The name of a kept message in the browser's storage, and of the lock of the tab that sends it. */
+export const keptAs = (clientId) => `coterie.sent.${clientId}`;
+const KEPT = keptAs('');
+const MOST_KEPT = 20;
+
+/** A message that is being sent. `again`: what sends or restores it. */
+export function localOf(again, createdAt = new Date(now()).toISOString()) {
+  const { agent, text, files, replyTo = null, asksBack = false, clientId } = again;
+  const payload = { ...(text.trim() && { text }), ...(files.length && { attachments: files }) };
+  return { local: true, clientId, to: agent, from: PERSON, payload, inReplyTo: replyTo, asksBack, status: 'sending', createdAt, again };
+}
+
+/** A kept message as one whose send failed; undefined if it is broken or gone. */
+function readKept(key) {
+  try {
+    const { again, createdAt, status } = JSON.parse(localStorage.getItem(key));
+    const { agent, text, files, clientId } = again;
+    const isWhole = key === keptAs(clientId) && typeof agent === 'string' && typeof text === 'string' && !Number.isNaN(Date.parse(createdAt));
+    return isWhole && files.every((one) => typeof one.artifactRef === 'string') ? { ...localOf(again, createdAt), status: 'failed', interrupted: status === 'sending' } : undefined;
+  } catch {
+    return undefined;
+  }
+}
+
+/** All kept messages, oldest first. Removes broken ones and all but the newest. */
+function readAllKept() {
+  const keys = Object.keys(localStorage).filter((key) => key.startsWith(KEPT));
+  const all = keys.map(readKept).filter(Boolean).sort((a, b) => (a.createdAt < b.createdAt ? -1 : 1)).slice(-MOST_KEPT);
+  const names = new Set(all.map((one) => keptAs(one.clientId)));
+  for (const key of keys) if (!names.has(key)) localStorage.removeItem(key);
+  return all;
+}
+
+/** Shows the messages that an earlier page kept. */
+export function restoreLocals() {
+  for (const { clientId } of readAllKept()) {
+    const key = keptAs(clientId);
+    const show = () => {
+      const local = readKept(key);
+      if (local) showLocal(local);
+    };
+    // A tab that still sends the message has the lock. Without locks (plain http), Retry finds what arrived.
+    if (navigator.locks) navigator.locks.request(key, show).catch(show);
+    else show();
+  }
+  addEventListener('storage', ({ key, newValue }) => {
+    const local = newValue === null && key?.startsWith(KEPT) && state.locals.get(key.slice(KEPT.length));
+    if (local && local.status === 'failed') hideLocal(local); // another tab sends, edits or has removed it
+  });
+}
+
+function showLocal(local) {
+  state.locals.set(local.clientId, local);
   touch(`thread:${local.to}`, `queue:${local.to}`);
 }
 
-export function putLocal(local) {
-  state.locals.set(local.clientId, local);
+function hideLocal(local) {
+  state.locals.delete(local.clientId);
   touch(`thread:${local.to}`, `queue:${local.to}`);
+}
+
+export function dropLocal(clientId) {
+  localStorage.removeItem(keptAs(clientId));
+  const local = state.locals.get(clientId);
+  if (local) hideLocal(local);
+}
+
+export function putLocal(local) {
+  const { clientId, again, createdAt, status } = local;
+  try {
+    localStorage.setItem(keptAs(clientId), JSON.stringify({ again, createdAt, status }));
+    readAllKept();
+  } catch {
+    // The storage is full: a reload loses the message.
+  }
+  showLocal(local);
 }
 
 /** The server has accepted a message. Its event may arrive before or after this call. */
 export function confirmLocal(clientId, receipt) {
   const local = state.locals.get(clientId);
-  if (!local) return;
-  if (state.messages.has(receipt.messageId)) return dropLocal(clientId);
+  if (!local || state.messages.has(receipt.messageId)) return dropLocal(clientId);
+  localStorage.removeItem(keptAs(clientId));
   Object.assign(local, { messageId: receipt.messageId, status: receipt.state === 'pending' ? 'delivered' : receipt.state });
   touch(`thread:${local.to}`, `queue:${local.to}`);
 }
+
+/** Removes the local copy of a message that the server has confirmed. */
+export function settle(message) {
+  if (message.from !== PERSON) return;
+  for (const [clientId, local] of state.locals) {
+    const isOpen = local.status === 'sending' || local.interrupted;
+    if (local.messageId === message.id || (isOpen && alike(local, message))) return dropLocal(clientId);
+  }
+}
+
+/** The server does not tell the clientId: a message is compared by what it says, and cannot be older. */
+const alike = (local, message) =>
+  local.to === message.to && !local.messageId && (local.payload.text ?? '') === (message.payload.text ?? '') &&
+  local.inReplyTo === message.inReplyTo && Date.parse(message.createdAt) >= Date.parse(local.createdAt);
 
 /** Functions called with every event: `(kind, data)`. */
 export const watchers = new Set();

@@ -8,7 +8,7 @@ import { asksAboutBudget, draftView, messageView, problemView, spokenView } from
 import { agentPath } from './router.js';
 import { dropLocal, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, state, SYSTEM, takes, thread, threadOf } from './state.js';
 import { dock } from './shell.js';
-import { mountComposer, retryLocal, sendText } from './composer.js';
+import { mountComposer, putBack, retryLocal, sendText } from './composer.js';
 import { isQueued, isWaiting, waited } from './waiting.js';
 
 const NEAR_TOP = 1_200;
@@ -107,7 +107,8 @@ function conversation(root, id, wanted) {
     goOn: () => sendText(id, t('continueText')),
     retry: retryLocal,
     edit: (local) => {
-      if (composer.refill(local.again)) dropLocal(local.clientId);
+      putBack(id, local);
+      dropLocal(local.clientId);
     },
     drop: (local) => dropLocal(local.clientId),
     get taskLine() {

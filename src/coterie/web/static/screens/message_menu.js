@@ -21,6 +21,15 @@ function askedBy(message, agent) {
   return before && state.messages.get(before);
 }
 
+/** The text as it looks, without the language and the button of each code block. */
+function shownText(body) {
+  const heads = [...(body?.querySelectorAll('.md-code-head') ?? [])];
+  for (const head of heads) head.hidden = true; // innerText leaves out what is not shown
+  const text = body?.innerText;
+  for (const head of heads) head.hidden = false;
+  return text;
+}
+
 /** `el`: the shown message, whose text is copied as it looks. */
 export function openMessageMenu(anchor, message, el) {
   const agent = threadOf(message);
@@ -30,7 +39,7 @@ export function openMessageMenu(anchor, message, el) {
   const composer = openComposer();
   const again = (one) => sendText(agent, String(one.payload?.text ?? ''), one.payload?.attachments ?? []);
   openMenu(anchor, t('messageMenu'), [
-    text && { label: t('copyText'), sign: 'copy', run: () => copyText(el.querySelector('.md')?.innerText ?? text) },
+    text && { label: t('copyText'), sign: 'copy', run: () => copyText(shownText(el.querySelector('.md')) ?? text) },
     text && { label: t('copyMarkdown'), sign: 'copy', run: () => copyText(text) },
     { label: t('copyLink'), sign: 'link', run: () => copyText(`${location.origin}${location.pathname}${agentPath(agent, message.id)}`) },
     composer && null,

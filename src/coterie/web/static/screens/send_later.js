@@ -49,7 +49,8 @@ export function askWhen({ title, text, edits = false, from = { at: null, every: 
     let said = null;
     const start = from.at ? new Date(from.at) : at(1, 9);
     const input = h('input', { type: 'datetime-local', required: true, min: local(new Date(now())), value: local(start), 'data-testid': 'when-at' });
-    const words = edits && h('textarea', { rows: '3', dir: 'auto', required: true, 'data-testid': 'when-text' });
+    // A message that has only files needs no text.
+    const words = edits && h('textarea', { rows: '3', dir: 'auto', required: Boolean(text), 'data-testid': 'when-text' });
     if (words) words.value = text;
     const custom = h('input', { type: 'text', dir: 'ltr', spellcheck: 'false', value: from.every ?? '', placeholder: 'mon,thu 18:30', 'data-testid': 'when-custom' });
     const customField = field(t('repeatCustom'), custom, t('repeatHint'));
