@@ -431,6 +431,7 @@ export const queue = (agent) => {
 export const keptAs = (clientId) => `coterie.sent.${clientId}`;
 const KEPT = keptAs('');
 const MOST_KEPT = 20;
+const CLOCKS_MS = 2_000; // by which the clocks of page and server may differ
 
 /** A message that is being sent. `again`: what sends or restores it. */
 export function localOf(again, createdAt = new Date(now()).toISOString()) {
@@ -523,10 +524,10 @@ export function settle(message) {
   }
 }
 
-/** The server does not tell the clientId: a message is compared by what it says, and cannot be older. */
+/** The server does not tell the clientId: a message is compared by what it says. One of an earlier page cannot be older. */
 const alike = (local, message) =>
-  local.to === message.to && !local.messageId && (local.payload.text ?? '') === (message.payload.text ?? '') &&
-  local.inReplyTo === message.inReplyTo && Date.parse(message.createdAt) >= Date.parse(local.createdAt);
+  local.to === message.to && !local.messageId && (local.payload.text ?? '') === (message.payload.text ?? '') && local.inReplyTo === message.inReplyTo &&
+  (local.status === 'sending' || Date.parse(message.createdAt) >= Date.parse(local.createdAt) - CLOCKS_MS);
 
 /** Functions called with every event: `(kind, data)`. */
 export const watchers = new Set();
