@@ -611,9 +611,7 @@ async def test_a_message_that_a_reload_interrupts_is_not_lost(panel: Panel, word
     await asyncio.wait_for(held.arrived.wait(), TIMEOUT_SECONDS)
     if arrives:
         given = held.bodies[0]
-        await panel.society.bus.send(
-            sender="user", to="ada", payload=given["payload"], client_id=given["clientId"]
-        )
+        await panel.society.bus.send(sender="user", to="ada", payload=given["payload"], client_id=given["clientId"])
         await panel.stage.state("ada", "idle")
     await page.reload()
     await page.wait_for_selector("[data-ready]")

@@ -110,9 +110,7 @@ async def test_a_message_that_arrives_while_its_conversation_is_loaded_is_shown(
     await ui.row(page, "ada").click()
     await has_page.wait()
     sent.append(await panel.send_as_agent("After the page"))
-    await eventually_in(
-        page, "async id => (await import('/static/state.js')).state.messages.has(id)", sent[-1]
-    )
+    await eventually_in(page, "async id => (await import('/static/state.js')).state.messages.has(id)", sent[-1])
     may_go.set()
     await expect(ui.message(page, sent[-1])).to_be_visible()
     shown = await ui.messages(page).evaluate_all("all => all.map(a => a.dataset.messageId)")
