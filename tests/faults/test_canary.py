@@ -80,7 +80,9 @@ def leaks(output: dict[str, str]) -> dict[tuple[str, str], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("debugging", [False, True], ids=["json", "lines and tracebacks"])
+@pytest.mark.parametrize(
+    "debugging", [False, pytest.param(True, marks=pytest.mark.full)], ids=["json", "lines and tracebacks"]
+)
 def test_no_key_appears_in_output_logs_or_responses(
     stage: Environment, monkeypatch: pytest.MonkeyPatch, debugging: bool
 ) -> None:
@@ -131,7 +133,7 @@ def assert_clean(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("debug", ["", "1"])
+@pytest.mark.parametrize("debug", ["", pytest.param("1", marks=pytest.mark.full)])
 def test_no_key_appears_in_errors_about_an_invalid_configuration(tmp_path: Path, debug: str) -> None:
     def run_with(command: str, text: str) -> str:
         (tmp_path / "coterie.toml").write_text(text)

@@ -17,14 +17,19 @@ from tests.panel.words import LOCALES, Words
 HERE = Path(__file__).parent
 SKIP_VARIABLE = "COTERIE_SKIP_PANEL_TESTS"
 """1: skip the tests of the panel if there is no browser. Otherwise a missing browser is a failure."""
+BOTH_LANGUAGES = ("test_whole.py", "test_details.py")
+"""Files whose Chinese runs belong to every change: they show every screen, and translated errors."""
 Figure = Callable[[str], None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all tests as slow, and run them in the event loop of the browser."""
+    """Mark all tests as slow, and most runs in Chinese as full; run them in the event loop of the browser."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.slow)
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            if LOCALES[1] in params.values() and item.path.name not in BOTH_LANGUAGES:
+                item.add_marker(pytest.mark.full)
             if isinstance(item, pytest.Function) and item.get_closest_marker("asyncio"):
                 item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 
@@ -43,7 +48,7 @@ def figure(record_property: Callable[[str, object], None]) -> Figure:
     return lambda text: record_property("figure", text)
 
 
-@pytest.fixture(params=[LOCALES[0], pytest.param(LOCALES[1], marks=pytest.mark.full)])
+@pytest.fixture(params=LOCALES)
 def words(request: pytest.FixtureRequest) -> Words:
     """The texts of the page. A test that uses them runs in each language (in Chinese in the long runs only;
     `test_whole.py` shows every screen in both); it opens its pages with `words.locale`."""

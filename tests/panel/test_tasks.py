@@ -407,7 +407,7 @@ def endless() -> Callable[[ReceivedRequest], Reply]:
     return answer
 
 
-@pytest.mark.parametrize("chinese", [False, True], ids=["english", "chinese"])
+@pytest.mark.parametrize("chinese", [False, pytest.param(True, marks=pytest.mark.full)], ids=["english", "chinese"])
 async def test_the_budget_question_tells_what_it_is_about_and_continues_the_task(
     browser: Browser, tmp_path: Path, chinese: bool
 ) -> None:
