@@ -1,6 +1,6 @@
 // The organisation: agents by parent, as a tree or as a drawing.
 
-import { button, empty, fill, h, icon, s } from '../dom.js';
+import { button, empty, fill, h, icon, like, s, sync } from '../dom.js';
 import { t } from '../i18n.js';
 import { doing, dot, family, flat, treeItem, treeKeys } from '../agents_list.js';
 import { agentPath } from '../router.js';
@@ -24,26 +24,29 @@ export function render(root, { compact }) {
     views.forEach((one, i) => one.setAttribute('aria-pressed', String(Boolean(i) === graph)));
     draw();
   };
+  const tree = h('ul', { class: 'org-tree', role: 'tree', 'aria-label': t('org'), onkeydown: (event) => treeKeys(event, focus, fold) });
   const draw = () => {
     const roots = family();
     if (!roots.length) return fill(stage, empty(t('noAgents')));
     if (graph) return drawGraph(stage, roots);
     const shown = flat(roots, folded);
     if (!shown.some(({ agent }) => agent.id === current)) current = shown[0].agent.id;
-    fill(stage, h('ul', { class: 'org-tree', role: 'tree', 'aria-label': t('org'), onkeydown: (event) => treeKeys(event, focus, fold) }, shown.map(row)));
+    if (tree.parentNode !== stage) fill(stage, tree);
+    sync(tree, shown.map(row));
     mark();
   };
   const row = (node) => {
     const { agent, kids, level } = node;
     const sign = kids.length && (folded.has(agent.id) ? '▸' : '▾');
     const turn = (event) => {
+      if (!event.currentTarget.textContent) return; // without children
       event.stopPropagation();
       fold(agent.id);
     };
     return h(
       'li',
       { class: `org-row org-level-${Math.min(level, 8)}`, ...treeItem(node, folded) },
-      h('span', { class: 'fold', 'aria-hidden': 'true', onclick: sign ? turn : null }, sign || null),
+      h('span', { class: 'fold', 'aria-hidden': 'true', onclick: turn }, sign || null),
       dot(agent),
       h('span', { class: 'org-name', dir: 'auto', text: agent.name }),
       h('span', { class: 'meta', text: doing(agent) }),
@@ -144,8 +147,7 @@ function drawGraph(stage, roots) {
 }
 
 /** A frame that shows the drawing: fitted at first; wheel, drag, keys and buttons zoom and move it. */
-function frameOf(first, firstSize) {
-  let svg = first;
+function frameOf(svg, firstSize) {
   let all = firstSize;
   const zoomBy = (name, factor, label) => button({ class: 'plain-btn', 'data-testid': `zoom-${name}`, onclick: () => zoom(factor) }, label);
   const tools = h('div', { class: 'graph-tools', role: 'group', 'aria-label': t('zoom') }, zoomBy('out', 1.25, t('zoomOut')), zoomBy('in', 0.8, t('zoomIn')),
@@ -217,10 +219,8 @@ function frameOf(first, firstSize) {
   el.querySelector('.graph-frame').frame = {
     again(next, size) {
       const grew = size.w !== all.w || size.h !== all.h;
-      const had = box.contains(document.activeElement) && document.activeElement.getAttribute('href');
-      [svg, all] = [next, size];
-      box.replaceChildren(svg);
-      if (had) svg.querySelector(`[href="${CSS.escape(had)}"]`)?.focus({ preventScroll: true });
+      all = size;
+      like(svg, next);
       if (grew && view.fitted) fit();
       else put();
     },
@@ -231,7 +231,7 @@ function frameOf(first, firstSize) {
 const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
 function nodeOf({ node: { agent }, x, y }) {
-  const link = s('a', { href: agentPath(agent.id), class: `node node-${agent.state}` });
+  const link = s('a', { href: agentPath(agent.id), class: `node node-${agent.state}`, 'data-key': agent.id });
   const wide = (text) => (/[\u2e80-\uffff]/.test(text) ? 8 : 16); // characters that fit
   const name = s('text', { x: x + 12, y: y + 22, class: 'node-name' });
   name.textContent = short(agent.name, wide(agent.name));
