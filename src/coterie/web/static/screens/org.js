@@ -146,7 +146,9 @@ function drawGraph(stage, roots) {
   fill(stage, frameOf(svg, all));
 }
 
-/** A frame that shows the drawing: fitted at first; wheel, drag, keys and buttons zoom and move it. */
+const STILL = 6; // pixels that a pointer may move during a click
+
+/** A frame that shows the drawing: fitted at first; wheel, drag, fingers, keys and buttons zoom and move it. */
 function frameOf(svg, firstSize) {
   let all = firstSize;
   const zoomBy = (name, factor, label) => button({ class: 'plain-btn', 'data-testid': `zoom-${name}`, onclick: () => zoom(factor) }, label);
@@ -156,7 +158,10 @@ function frameOf(svg, firstSize) {
   const el = h('div', { class: 'graph-stage' }, tools, box);
   const pixels = () => [Math.max(1, box.clientWidth), Math.max(1, box.clientHeight)];
 
-  const put = () => svg.setAttribute('viewBox', [view.x, view.y, view.w, view.h].map((n) => Math.round(n * 10) / 10).join(' '));
+  const put = () => {
+    svg.setAttribute('viewBox', [view.x, view.y, view.w, view.h].map((n) => Math.round(n * 10) / 10).join(' '));
+    box.classList.toggle('is-fitted', Boolean(view.fitted)); // then a finger scrolls the page
+  };
   function fit() {
     const [width, height] = pixels();
     const scale = Math.max((all.w + GAP_X * 2) / width, (all.h + GAP_Y) / height, 1);
@@ -183,22 +188,33 @@ function frameOf(svg, firstSize) {
     if (event.ctrlKey || event.metaKey) zoom(event.deltaY > 0 ? 1.1 : 0.9, [(event.clientX - left) / width, (event.clientY - top) / height]);
     else move((event.deltaX * view.w) / width, (event.deltaY * view.w) / width);
   }, { passive: false });
+  const held = new Map(); // pointer -> its position
+  let far = 0; // that the pointers have moved since the first press
   box.addEventListener('pointerdown', (event) => {
-    if (event.button || event.pointerType === 'touch') return;
-    let [x, y] = [event.clientX, event.clientY];
-    let far = 0;
-    const drag = (next) => {
-      far += Math.abs(next.clientX - x) + Math.abs(next.clientY - y);
-      move(((x - next.clientX) * view.w) / pixels()[0], ((y - next.clientY) * view.w) / pixels()[0]);
-      [x, y] = [next.clientX, next.clientY];
-    };
-    const off = new AbortController();
-    addEventListener('pointermove', drag, off);
-    addEventListener('pointerup', () => off.abort(), off);
-    box.addEventListener('click', (click) => far > 6 && click.preventDefault(), { capture: true, once: true });
+    if (event.button) return;
+    if (!held.size) far = 0;
+    held.set(event.pointerId, [event.clientX, event.clientY]);
+    if (event.pointerType === 'touch') return;
     event.preventDefault(); // a link is not dragged away
     box.focus({ preventScroll: true });
   });
+  box.addEventListener('pointermove', (event) => {
+    const [x, y] = held.get(event.pointerId) ?? [];
+    if (x === undefined || !event.buttons) return held.delete(event.pointerId);
+    const to = [event.clientX, event.clientY];
+    held.set(event.pointerId, to);
+    far += Math.hypot(to[0] - x, to[1] - y);
+    const [other] = [...held].filter(([id]) => id !== event.pointerId).map(([, at]) => at);
+    const [width, height] = pixels();
+    if (other) {
+      const { left, top } = box.getBoundingClientRect();
+      const apart = (one) => Math.max(1, Math.hypot(one[0] - other[0], one[1] - other[1]));
+      zoom(apart([x, y]) / apart(to), [(other[0] - left) / width, (other[1] - top) / height]);
+    } else if (event.pointerType !== 'touch' || !view.fitted) move(((x - to[0]) * view.w) / width, ((y - to[1]) * view.w) / width);
+    if (far > STILL) box.setPointerCapture(event.pointerId); // not before: a captured pointer clicks no link
+  });
+  for (const end of ['pointerup', 'pointercancel']) box.addEventListener(end, (event) => held.delete(event.pointerId));
+  box.addEventListener('click', (event) => event.detail && far > STILL && event.preventDefault(), true);
   box.addEventListener('keydown', (event) => {
     const step = view.w / 10;
     const moves = { ArrowLeft: [-step, 0], ArrowRight: [step, 0], ArrowUp: [0, -step], ArrowDown: [0, step] }[event.key];
