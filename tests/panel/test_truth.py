@@ -342,6 +342,25 @@ async def test_previews_are_plain_text_and_files_are_links_and_rendered(browser:
         assert await panel.errors() == []
 
 
+async def test_previews_on_every_screen_are_plain_text_in_the_language_of_the_page(panel: Panel, words: Words) -> None:
+    panel.server.script(Says("Let me **look**", calls=(Calls("dangerous", {"name": "bell"}),)))
+    sent = await panel.stage.say("Do **it** now")
+    await panel.stage.heard()
+    await panel.society.send(to="ada", text="Wake **up**", delay_ms=3_600_000)
+    asked = words("approvalAsk", tool="dangerous").replace("`", "")
+    page = await panel.open("#/inbox", locale=words.locale)
+    await expect(page.locator(".card .item-text")).to_have_text(asked)
+    await page.goto(f"{panel.url}/#/timeline")
+    await expect(page.locator(".timeline .item-text")).to_have_count(4)
+    shown = await page.locator(".timeline .item-text").all_inner_texts()
+    assert sorted(shown) == sorted([asked, "Let me look", "Do it now", "Wake up"])
+    await expect(page.locator(".timeline-head a")).to_have_text("Do it now")
+    await page.goto(f"{panel.url}/#/tasks/{sent}")
+    await expect(page.locator(".item-text")).to_have_text(["Do it now", asked])
+    await page.goto(f"{panel.url}/#/agents/ada")
+    await expect(page.locator('[aria-labelledby="page-due"] .item-text')).to_have_text("Wake up")
+
+
 async def test_a_long_paste_becomes_a_file_and_does_not_freeze_the_page(panel: Panel, words: Words) -> None:
     page = await panel.open(locale=words.locale)
     lines = "\n".join(f"line {n} of a long text" for n in range(20_000))

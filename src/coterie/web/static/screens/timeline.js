@@ -6,7 +6,7 @@ import { many, t } from '../i18n.js';
 import { who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
 import { callRow, callsOf } from '../runs.js';
-import { PERSON, SYSTEM, plainText, keep, on, state, watchers } from '../state.js';
+import { PERSON, SYSTEM, plainText, keep, on, state, unmarked, watchers } from '../state.js';
 import { choice, failed, field, when } from './parts.js';
 
 const HOURS = { hour: 1, day: 24, week: 168 };
@@ -128,8 +128,8 @@ function groupsOf(items) {
 
 function groupRow({ key, task, items }) {
   const rows = items.map((one) => (one.run ? runRow(one.run, one.id) : messageRow(one.message)));
-  const first = task && (state.messages.get(task) ?? items.at(-1).message);
-  const text = state.tasks.get(task)?.text || (first && plainText(first)) || t('noText');
+  const plain = (message) => message && plainText(message);
+  const text = plain(state.messages.get(task)) || unmarked(state.tasks.get(task)?.text ?? '') || plain(items.at(-1).message) || t('noText');
   return h('li', { class: 'timeline-group', 'data-testid': 'timeline-group', data: { key } },
     task && items.length > 1 && h('p', { class: 'timeline-head' }, h('a', { href: `#/tasks/${encodeURIComponent(task)}`, dir: 'auto' }, text.slice(0, 120)), h('span', { class: 'meta' }, many('messages', items.filter((one) => one.message).length))),
     h('ol', { class: items.length > 1 ? 'items items-of-task' : 'items', data: { key: 'items' } }, rows));
@@ -170,7 +170,7 @@ function runRow(run, key) {
       h('span', { class: 'tag', text: t(run.outcome !== 'withdrawn' ? 'runPlan' : run.calls.length ? 'runWithdrawn' : 'answerWithdrawn') }),
       when(run.at),
     ),
-    run.text && h('p', { class: 'item-text', dir: 'auto', text: run.text }),
+    run.text && h('p', { class: 'item-text', dir: 'auto', text: unmarked(run.text) }),
     h('ol', { class: 'runs runs-list' }, runCalls(run).map(callRow)),
   );
 }
