@@ -325,6 +325,23 @@ async def test_unfinished_bold_text_is_bold_and_finished_blocks_stay_as_they_are
     held.may_end.set()
 
 
+async def test_a_denied_call_is_called_denied_and_calls_that_did_not_run_are_not_counted(
+    panel: Panel, words: Words
+) -> None:
+    panel.server.script(Says(calls=(Calls("dangerous", {"name": "bell"}),)), "As you wish")
+    page = await panel.open(locale=words.locale)
+    await ui.send(page, "Do it")
+    await page.locator(".qr-deny").click()
+    title = page.locator(".runs-title")
+    await expect(title).to_have_text(f"dangerous · {words('run_denied')}")
+    panel.server.script(Says(calls=(Calls("dangerous", {"name": "a"}), Calls("dangerous", {"name": "b"}))), "Done")
+    await ui.send(page, "Do both")
+    await expect(title.last).to_have_text(words("awaitsApproval", name="dangerous"))
+    await page.get_by_test_id("ask-back").uncheck()
+    await ui.send(page, "Leave it")
+    await expect(title.last).to_have_text(f"dangerous · {words('run_withdrawn')}")
+
+
 async def test_previews_are_plain_text_and_files_are_links_and_rendered(browser: Browser, tmp_path: Path) -> None:
     async with open_panel(tmp_path, browser, agents=AGENTS, tools=TOOLS + PAYMENT) as panel:
         panel.server.script(Says(calls=(Calls("draw", {}),)), "## Done\n\nSee **result.md** and `more`.")

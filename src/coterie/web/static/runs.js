@@ -34,7 +34,9 @@ function filesOf(calls) {
   return found.filter(({ artifactRef, filename }) => typeof artifactRef === 'string' && typeof filename === 'string');
 }
 
-const stateWord = (call) => t(`run_${call.withdrawn ? 'withdrawn' : SIGNS[call.state] ? call.state : 'unknown'}`);
+const isDenied = (call) => call.state === 'cancelled' && /^\{"status":\s*"denied"/.test(call.result);
+
+const stateWord = (call) => t(`run_${call.withdrawn ? 'withdrawn' : isDenied(call) ? 'denied' : SIGNS[call.state] ? call.state : 'unknown'}`);
 const took = (call) => (call.startedAt && call.endedAt ? Date.parse(call.endedAt) - Date.parse(call.startedAt) : null);
 
 export function runsView(item) {
@@ -90,9 +92,10 @@ function titleOf(calls, running) {
   const gated = calls.find((call) => call.state === 'gated' && !call.withdrawn);
   if (gated) return t('awaitsApproval', { name: gated.name });
   const ran = calls.filter((call) => RAN.has(call.state) && !call.withdrawn).length;
-  if (calls.length > 1) return ran === calls.length ? t('ranTools', { n: ran }) : t('ranSome', { n: ran, m: calls.length });
+  if (calls.length > 1 && ran) return ran === calls.length ? t('ranTools', { n: ran }) : t('ranSome', { n: ran, m: calls.length });
   const [call] = calls;
-  if (!ran) return `${call.name} · ${stateWord(call)}`;
+  const all = (read) => [...new Set(calls.map(read))].join(t('comma'));
+  if (!ran) return `${all(({ name }) => name)} · ${all(stateWord)}`;
   return call.name === 'send_message' && target(call) ? t('sentTo', { name: nameOf(target(call)) }) : t('ranTool', { name: call.name });
 }
 
