@@ -193,6 +193,20 @@ async def test_files_are_listed_and_text_is_shown(panel: Panel) -> None:
     await expect(page.get_by_role("button", name="Enlarge dot.png")).to_be_focused()
 
 
+async def test_an_attached_markdown_file_opens_in_the_viewer_and_others_are_downloads(
+    panel: Panel, words: Words
+) -> None:
+    notes = await panel.society.artifacts.put(b"**Bold** words", "notes.md", maker="ada")
+    data = await panel.society.artifacts.put(b"a,b", "data.csv", maker="ada")
+    files = [{"artifactRef": one.ref} for one in (notes, data)]
+    await panel.send_as_agent("Two files for you", attachments=files)
+    page = await panel.open(locale=words.locale)
+    csv = page.get_by_role("link", name=words("download", name="data.csv"))
+    await expect(csv).to_have_attribute("download", "data.csv")
+    await page.locator(ui.FEED).get_by_role("link", name="notes.md", exact=True).click()
+    await expect(page.get_by_test_id("formatted").locator("strong")).to_have_text("Bold")
+
+
 async def test_a_file_that_cannot_be_read_is_not_replaced_by_the_error(panel: Panel, words: Words) -> None:
     stored = await panel.society.artifacts.put(b"The text", "a.txt")
     page = await panel.open(locale=words.locale)
