@@ -270,6 +270,27 @@ async def test_a_message_is_sent_later_moved_and_edited(panel: Panel, locale: st
     assert schedule.every.startswith("daily 09:30") and await panel.society.bus.delayed_count() == 1
 
 
+async def test_a_new_text_of_a_recurring_message_keeps_its_time_zone(panel: Panel) -> None:
+    every = "daily 09:30 Asia/Tokyo"
+    await panel.society.send(to="ada", text="Good morning", every=every)
+    page = await panel.open("#/delayed", timezone_id="Europe/Berlin")
+    row, dialog = page.locator(".screen .delayed-item"), page.get_by_role("dialog")
+    await row.get_by_test_id("delayed-edit").click()
+    await page.get_by_test_id("when-text").fill("Good day")
+    await page.get_by_test_id("when-save").click()
+    await expect(dialog).to_have_count(0)
+    await expect(row).to_contain_text("Good day")
+    assert [schedule.every for schedule in await panel.society.store.schedules()] == [every]
+    await row.get_by_test_id("delayed-edit").click()
+    await page.get_by_test_id("when-text").fill("Good evening")
+    await page.get_by_test_id("when-custom").fill("daily 20:15")
+    await page.get_by_test_id("when-save").click()
+    await expect(dialog).to_have_count(0)
+    await expect(row).to_contain_text("Good evening")
+    changed = [schedule.every for schedule in await panel.society.store.schedules()]
+    assert changed == ["daily 20:15 Europe/Berlin"]
+
+
 async def test_a_refused_edit_of_a_scheduled_message_keeps_it(panel: Panel) -> None:
     await panel.society.send(to="ada", text="Good morning", delay_ms=3_600_000)
     page = await panel.open("#/delayed")

@@ -113,7 +113,7 @@ async function edit(message) {
   const { askWhen } = await import('./send_later.js');
   const text = String(message.payload?.text ?? '');
   const mine = message.from === PERSON;
-  const every = message.every?.replace(/ (UTC|[A-Za-z_]+\/\S+)$/, ''); // without its time zone
+  const [, every, zone] = /^(.*?)(?: (UTC|[A-Za-z_]+\/\S+))?$/.exec(message.every ?? '') ?? [];
   let clientId = newId();
   const save = async (plan) => {
     const rewritten = mine && (plan.text !== text || Boolean(plan.every) !== Boolean(every)); // sent again, by the person
@@ -122,7 +122,7 @@ async function edit(message) {
     replaced.add(message.id);
     try {
       // The old one is removed last, because the server may refuse the new one.
-      const sent = await send({ clientId, to: message.to, payload: { ...message.payload, text: plan.text }, ...planned(plan) });
+      const sent = await send({ clientId, to: message.to, payload: { ...message.payload, text: plan.text }, ...planned(plan.every === every && zone ? { ...plan, timeZone: zone } : plan) });
       await remove(message.id, message.scheduleId).catch(async (error) => {
         if (error.code === 'already_taken') {
           await remove(sent.messageId, sent.scheduleId);
