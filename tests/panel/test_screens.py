@@ -396,6 +396,28 @@ async def test_a_hidden_page_shows_a_browser_notification(panel: Panel, words: W
     assert await page.evaluate("() => window.notified") == ["Ada: Now", "Ada: Take a break"]
 
 
+async def test_a_hidden_tab_does_not_notify_while_another_tab_is_visible(panel: Panel) -> None:
+    context = await panel.browser(permissions=["notifications"])
+    await context.add_init_script(
+        """if (location.protocol === 'http:') localStorage.setItem('coterie.notify', '1');
+        window.notified = [];
+        window.Notification = class { constructor(title, {body}) { notified.push(body); }
+            static permission = 'granted'; };
+        Object.defineProperty(document, 'hidden', {get: () => location.hash !== '#/inbox'});"""
+    )
+    hidden = await panel.open(context=context)
+    visible = await panel.open("#/inbox", context=context)
+    for page in (hidden, visible):
+        await page.evaluate("import('/static/screens/settings.js').then(() => {})")
+    await panel.send_as_agent("While one is visible")
+    await expect(visible.locator(".items .item-text")).to_have_text("While one is visible")
+    await expect(ui.messages(hidden)).to_have_text(re.compile("While one is visible"))
+    await visible.close()
+    await panel.send_as_agent("While none is")
+    await hidden.wait_for_function("() => window.notified.length > 0")
+    assert await hidden.evaluate("() => window.notified") == ["While none is"]
+
+
 async def _region(page: Page) -> str:
     return str(await page.evaluate("() => document.activeElement.closest('nav, main, aside, header')?.localName ?? ''"))
 

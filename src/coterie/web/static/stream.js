@@ -15,6 +15,7 @@ const SEEN_MS = 1_000; // later pauses while the page may be visible
 const HIDDEN_MS = 15_000;
 const WATCHED_MS = 20_000; // after a visible tab said that it waits for the connection
 const ANSWER_MS = 5_000; // until the answer to an attempt begins
+const VISIBLE_MS = 500; // until a visible tab has answered
 const SHOW_MS = 2_000;
 const RESTORED_MS = 3_000;
 
@@ -32,7 +33,11 @@ let waiting = Promise.resolve(); // events are handled one after the other, afte
 
 export function start() {
   asks.draft = askForDraft;
-  if (channel) channel.onmessage = ({ data }) => (leading ? asked(data) : relayed(data));
+  if (channel) channel.onmessage = ({ data }) => {
+    if (data.ask === 'visible' && !document.hidden) channel.postMessage({ visible: true });
+    if (data.visible) whenVisible.splice(0).forEach((tell) => tell(true));
+    (leading ? asked : relayed)(data);
+  };
   if (navigator.locks && channel) {
     navigator.locks.request(NAME, lead).catch(lead);
     setInterval(watchRelay, 5_000);
@@ -44,6 +49,15 @@ export function start() {
   document.addEventListener('visibilitychange', seen);
   setInterval(() => leading && performance.now() - heardAt > DEAD_MS && again(), 5_000);
 }
+
+const whenVisible = [];
+
+/** Resolves to true if another tab of the page is visible. */
+export const isVisibleElsewhere = () => new Promise((resolve) => {
+  whenVisible.push(resolve);
+  setTimeout(() => resolve(false), VISIBLE_MS);
+  channel?.postMessage({ ask: 'visible' });
+});
 
 /** Tries again at once if there is no connection. */
 function retryNow() {
