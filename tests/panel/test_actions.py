@@ -12,7 +12,7 @@ from playwright.async_api import Locator, Page, expect
 from coterie.testing import Calls, Says
 from tests.agent.stage import Bell
 from tests.panel import ui
-from tests.panel.harness import TIMEOUT_SECONDS, Panel, eventually, record_bodies
+from tests.panel.harness import TIMEOUT_SECONDS, Panel, eventually, fail_requests, record_bodies
 from tests.panel.words import Words
 
 WORDS = {
@@ -143,6 +143,27 @@ async def test_everything_can_be_paused_resumed_and_stopped(panel: Panel, locale
     for agent in ("ada", "bob"):
         await panel.stage.state(agent, "idle")
     Bell.may_end.set()
+
+
+async def test_stop_everything_stops_tasks_that_the_page_does_not_know_and_names_those_that_remain(
+    panel: Panel, words: Words
+) -> None:
+    await panel.society.pause("bob")
+    for number in range(55):
+        await panel.stage.say(f"Number {number}", to="bob")
+    page = await panel.open(locale=words.locale)
+    panel.allow("Failed to load resource")
+    kept = await panel.stage.say("**Not** this one", to="bob")
+    await fail_requests(page, 503, path=f"**/api/v1/tasks/{kept}/stop")
+    item = await menu(page, page.get_by_test_id("conversation-menu"), words("stopAll"))
+    await item.press("Enter")
+    dialog = page.get_by_role("dialog")
+    await expect(dialog).to_contain_text(words("stopAllSure"))
+    late = await panel.stage.say("After the question", to="bob")
+    await dialog.locator(".danger").click()
+    await expect(page.locator(ui.TOAST)).to_contain_text(words("stopAllLeft", n=1, names="Not this one"))
+    assert [task.id for task in await panel.society.tasks(state="working", limit=100)] == [kept]
+    assert late in [task.id for task in await panel.society.tasks(state="stopped", limit=100)]
 
 
 @BOTH
@@ -311,6 +332,27 @@ async def test_a_scheduled_message_that_has_only_a_file_is_moved(panel: Panel, w
     (schedule,) = await panel.society.store.schedules()
     assert schedule.every.startswith("daily 09:30")
     assert [one["filename"] for one in schedule.payload["attachments"]] == ["a.txt"]
+
+
+async def test_a_new_text_of_a_recurring_message_keeps_its_time_zone(panel: Panel) -> None:
+    every = "daily 09:30 Asia/Tokyo"
+    await panel.society.send(to="ada", text="Good morning", every=every)
+    page = await panel.open("#/delayed", timezone_id="Europe/Berlin")
+    row, dialog = page.locator(".screen .delayed-item"), page.get_by_role("dialog")
+    await row.get_by_test_id("delayed-edit").click()
+    await page.get_by_test_id("when-text").fill("Good day")
+    await page.get_by_test_id("when-save").click()
+    await expect(dialog).to_have_count(0)
+    await expect(row).to_contain_text("Good day")
+    assert [schedule.every for schedule in await panel.society.store.schedules()] == [every]
+    await row.get_by_test_id("delayed-edit").click()
+    await page.get_by_test_id("when-text").fill("Good evening")
+    await page.get_by_test_id("when-custom").fill("daily 20:15")
+    await page.get_by_test_id("when-save").click()
+    await expect(dialog).to_have_count(0)
+    await expect(row).to_contain_text("Good evening")
+    changed = [schedule.every for schedule in await panel.society.store.schedules()]
+    assert changed == ["daily 20:15 Europe/Berlin"]
 
 
 async def test_a_refused_edit_of_a_scheduled_message_keeps_it(panel: Panel) -> None:

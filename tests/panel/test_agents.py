@@ -168,6 +168,25 @@ async def test_an_undelivered_message_is_marked_at_once_on_every_screen(panel: P
     await expect(talk.get_by_test_id("undelivered")).to_have_text(words("state_dead"))
 
 
+async def test_an_event_of_an_undelivered_message_keeps_the_older_pages_and_the_order(panel: Panel) -> None:
+    for agent in ("bob", "seer"):
+        await panel.society.pause(agent)
+    for number in range(60):
+        await panel.society.send(to="seer" if number == 30 else "bob", text=f"Number {number}")
+    await panel.society.terminate_agent("bob")
+    page = await panel.open("#/dead")
+    rows = page.locator(".screen .item")
+    await expect(rows).to_have_count(50)
+    await page.get_by_role("button", name="Show older").click()
+    await expect(rows).to_have_count(59)
+    await panel.society.terminate_agent("seer")
+    texts = page.locator(".screen .item-text")
+    await expect(texts).to_have_text([f"Number {number}" for number in reversed(range(60))])
+    await rows.filter(has_text="Number 30").get_by_test_id("dead-delete").click()
+    await page.get_by_role("dialog").locator(".danger").click()
+    await expect(rows).to_have_count(59)
+
+
 async def test_the_task_of_an_undelivered_message_is_not_called_done(panel: Panel, words: Words) -> None:
     talk = await panel.open("#/a/bob", locale=words.locale)
     await panel.society.pause("bob")

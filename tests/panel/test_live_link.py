@@ -159,6 +159,33 @@ async def test_tabs_leave_reconnecting_to_one_of_them(panel: Panel) -> None:
     await expect(follower.locator(ui.CONNECTION)).to_have_text("Reconnecting…")
 
 
+async def test_a_hidden_leading_tab_tries_again_quickly_while_another_tab_is_visible(panel: Panel) -> None:
+    context = await panel.browser()
+    leader = await context.new_page()
+    await leader.add_init_script("Object.defineProperty(document, 'hidden', {get: () => true})")
+    await leader.goto(f"{panel.url}/#/a/ada")
+    await leader.wait_for_selector("[data-ready]")
+    await eventually(lambda: _is_live(panel))
+    follower = await panel.open(context=context)
+    panel.allow("Failed to load resource|ERR_|net::")
+    attempts = 0
+
+    async def refuse(route: Route) -> None:
+        nonlocal attempts
+        attempts += 1
+        await route.abort("connectionrefused")
+
+    await context.route("**/api/v1/events?*", refuse)
+    panel.drop_streams()
+    await expect(follower.locator(ui.CONNECTION)).to_have_text("Reconnecting…")
+    wanted = attempts + 4
+    async with asyncio.timeout(30):  # four attempts of a hidden tab alone take 45 s at least
+        while attempts < wanted:
+            await asyncio.sleep(0.05)
+    await context.unroute("**/api/v1/events?*")
+    await expect(follower.locator(ui.CONNECTION)).to_have_text("Back online")
+
+
 async def test_a_tab_that_took_over_opens_no_second_stream_when_the_first_tab_closes(panel: Panel) -> None:
     leader, follower = await _leader_and_follower(panel)
     opened: list[str] = []

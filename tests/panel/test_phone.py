@@ -9,6 +9,7 @@ from playwright.async_api import Page, expect
 
 from tests.panel import ui
 from tests.panel.harness import PHONE, Panel, options_of
+from tests.panel.words import Words
 
 TOUCH: dict[str, Any] = {"viewport": PHONE, "has_touch": True, "is_mobile": True, "device_scale_factor": 2}
 KEYBOARD = 300
@@ -53,3 +54,51 @@ async def test_a_conversation_by_touch_with_the_keyboard_on_the_screen(panel: Pa
     await expect(ui.messages(page).filter(has_text="Tea then")).to_be_visible()
     assert await panel.texts() == ["Hello", "Tea"]
     assert await ui.sideways(page) == []
+
+
+async def touch(page: Page, *steps: list[tuple[float, float]]) -> None:
+    """Touch the screen with as many fingers as the first step has, and move them to the positions of the others."""
+    session = await page.context.new_cdp_session(page)
+    for at, fingers in enumerate(steps):
+        points = [{"x": x, "y": y, "id": number} for number, (x, y) in enumerate(fingers)]
+        kind = "touchMove" if at else "touchStart"
+        await session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    await session.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+
+
+async def test_fingers_move_and_zoom_the_organisation_graph_and_scroll_the_page_while_it_fits(
+    panel: Panel, words: Words
+) -> None:
+    low = {"width": 390, "height": 440}
+    page = await panel.open("#/org", locale=words.locale, **(TOUCH | {"viewport": low}))
+    await page.get_by_role("button", name=words("org_graph"), exact=True).tap()
+    await page.locator(".node").first.wait_for()
+    graph = page.locator(".graph")
+    scrolled = "() => Math.max(scrollY, ...[...document.querySelectorAll('main, main *')].map((one) => one.scrollTop))"
+    box = await page.locator(".graph-frame").bounding_box()
+    assert box is not None
+    x, y = 195.0, min(box["y"] + 120, 400)
+    fitted = await graph.get_attribute("viewBox")
+    up = [[(x, y - step * 12)] for step in range(10)]
+    await touch(page, *up)
+    await page.wait_for_function(f"() => ({scrolled})() > 0")
+    assert await graph.get_attribute("viewBox") == fitted
+    await page.evaluate("() => document.querySelectorAll('main, main *').forEach((one) => { one.scrollTop = 0; })")
+
+    node = page.locator(".node rect").first
+    before = await node.bounding_box()
+    await touch(page, *([(x - 20 - step * 8, y), (x + 20 + step * 8, y)] for step in range(8)))
+    after = await node.bounding_box()
+    assert before is not None and after is not None
+    assert after["width"] > before["width"] * 1.5
+
+    zoomed = await graph.get_attribute("viewBox")
+    await touch(page, *up)
+    moved = await graph.get_attribute("viewBox")
+    assert moved is not None and zoomed is not None
+    assert moved.split()[2:] == zoomed.split()[2:]
+    assert float(moved.split()[1]) > float(zoomed.split()[1])
+    assert await page.evaluate(scrolled) == 0
+    await page.get_by_test_id("zoom-fit").tap()
+    await node.tap()
+    await expect(page.locator('[data-testid="title"]')).to_have_text("Seer")

@@ -193,6 +193,20 @@ async def test_files_are_listed_and_text_is_shown(panel: Panel) -> None:
     await expect(page.get_by_role("button", name="Enlarge dot.png")).to_be_focused()
 
 
+async def test_an_attached_markdown_file_opens_in_the_viewer_and_others_are_downloads(
+    panel: Panel, words: Words
+) -> None:
+    notes = await panel.society.artifacts.put(b"**Bold** words", "notes.md", maker="ada")
+    data = await panel.society.artifacts.put(b"a,b", "data.csv", maker="ada")
+    files = [{"artifactRef": one.ref} for one in (notes, data)]
+    await panel.send_as_agent("Two files for you", attachments=files)
+    page = await panel.open(locale=words.locale)
+    csv = page.get_by_role("link", name=words("download", name="data.csv"))
+    await expect(csv).to_have_attribute("download", "data.csv")
+    await page.locator(ui.FEED).get_by_role("link", name="notes.md", exact=True).click()
+    await expect(page.get_by_test_id("formatted").locator("strong")).to_have_text("Bold")
+
+
 async def test_a_file_that_cannot_be_read_is_not_replaced_by_the_error(panel: Panel, words: Words) -> None:
     stored = await panel.society.artifacts.put(b"The text", "a.txt")
     page = await panel.open(locale=words.locale)
@@ -380,6 +394,28 @@ async def test_a_hidden_page_shows_a_browser_notification(panel: Panel, words: W
     await panel.society.send(to="user", text="Take a break", sender="ada", delay_ms=100)
     await page.wait_for_function("() => window.notified.length > 1")
     assert await page.evaluate("() => window.notified") == ["Ada: Now", "Ada: Take a break"]
+
+
+async def test_a_hidden_tab_does_not_notify_while_another_tab_is_visible(panel: Panel) -> None:
+    context = await panel.browser(permissions=["notifications"])
+    await context.add_init_script(
+        """if (location.protocol === 'http:') localStorage.setItem('coterie.notify', '1');
+        window.notified = [];
+        window.Notification = class { constructor(title, {body}) { notified.push(body); }
+            static permission = 'granted'; };
+        Object.defineProperty(document, 'hidden', {get: () => location.hash !== '#/inbox'});"""
+    )
+    hidden = await panel.open(context=context)
+    visible = await panel.open("#/inbox", context=context)
+    for page in (hidden, visible):
+        await page.evaluate("import('/static/screens/settings.js').then(() => {})")
+    await panel.send_as_agent("While one is visible")
+    await expect(visible.locator(".items .item-text")).to_have_text("While one is visible")
+    await expect(ui.messages(hidden)).to_have_text(re.compile("While one is visible"))
+    await visible.close()
+    await panel.send_as_agent("While none is")
+    await hidden.wait_for_function("() => window.notified.length > 0")
+    assert await hidden.evaluate("() => window.notified") == ["While none is"]
 
 
 async def _region(page: Page) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Locator, Page, expect
+from playwright.async_api import Browser, Locator, Page, Route, expect
 
 from coterie.cli.tasks import format_tree
 from coterie.testing import Calls, Says
@@ -271,6 +271,29 @@ async def test_the_task_over_time_has_bars_for_model_tool_and_waiting_and_the_sa
     await expect(rows.filter(has_text="ring")).to_have_count(2)
     await page.reload()
     await expect(picture).to_be_visible()
+
+
+async def test_the_bar_of_an_interrupted_answer_says_so_and_that_of_a_used_one_nothing(
+    panel: Panel, words: Words
+) -> None:
+    panel.server.default = "ok"
+    sent = await panel.stage.say("Hello")
+    await panel.stage.until(lambda: _has_state(panel, sent, "done"))
+    page = await panel.open(f"#/tasks/{sent}?as=time", locale=words.locale)
+    title = page.locator("rect.bar-model title")
+    await expect(title).to_have_text(re.compile(r"· [\d,]+ tokens?$"))
+
+    async def withdrawn(route: Route) -> None:
+        answer = await route.fetch()
+        task = await answer.json()
+        for turn in task["nodes"]:
+            for request in turn.get("requests", ()):
+                request["outcome"] = "withdrawn"
+        await route.fulfill(response=answer, json=task)
+
+    await page.route(f"**/api/v1/tasks/{sent}", withdrawn)
+    await page.reload()
+    await expect(title).to_have_text(re.compile(f"· {words('answerWithdrawn')}$"))
 
 
 async def test_an_open_task_is_drawn_live(panel: Panel) -> None:

@@ -384,6 +384,23 @@ async def test_unfinished_bold_text_is_bold_and_finished_blocks_stay_as_they_are
     held.may_end.set()
 
 
+async def test_a_denied_call_is_called_denied_and_calls_that_did_not_run_are_not_counted(
+    panel: Panel, words: Words
+) -> None:
+    panel.server.script(Says(calls=(Calls("dangerous", {"name": "bell"}),)), "As you wish")
+    page = await panel.open(locale=words.locale)
+    await ui.send(page, "Do it")
+    await page.locator(".qr-deny").click()
+    title = page.locator(".runs-title")
+    await expect(title).to_have_text(f"dangerous · {words('run_denied')}")
+    panel.server.script(Says(calls=(Calls("dangerous", {"name": "a"}), Calls("dangerous", {"name": "b"}))), "Done")
+    await ui.send(page, "Do both")
+    await expect(title.last).to_have_text(words("awaitsApproval", name="dangerous"))
+    await page.get_by_test_id("ask-back").uncheck()
+    await ui.send(page, "Leave it")
+    await expect(title.last).to_have_text(f"dangerous · {words('run_withdrawn')}")
+
+
 async def test_previews_are_plain_text_and_files_are_links_and_rendered(browser: Browser, tmp_path: Path) -> None:
     async with open_panel(tmp_path, browser, agents=AGENTS, tools=TOOLS + PAYMENT) as panel:
         panel.server.script(Says(calls=(Calls("draw", {}),)), "## Done\n\nSee **result.md** and `more`.")
@@ -399,6 +416,25 @@ async def test_previews_are_plain_text_and_files_are_links_and_rendered(browser:
         await expect(formatted.locator("strong")).to_have_text("done")
         await expect(formatted).not_to_contain_text("**")
         assert await panel.errors() == []
+
+
+async def test_previews_on_every_screen_are_plain_text_in_the_language_of_the_page(panel: Panel, words: Words) -> None:
+    panel.server.script(Says("Let me **look**", calls=(Calls("dangerous", {"name": "bell"}),)))
+    sent = await panel.stage.say("Do **it** now")
+    await panel.stage.heard()
+    await panel.society.send(to="ada", text="Wake **up**", delay_ms=3_600_000)
+    asked = words("approvalAsk", tool="dangerous").replace("`", "")
+    page = await panel.open("#/inbox", locale=words.locale)
+    await expect(page.locator(".card .item-text")).to_have_text(asked)
+    await page.goto(f"{panel.url}/#/timeline")
+    await expect(page.locator(".timeline .item-text")).to_have_count(4)
+    shown = await page.locator(".timeline .item-text").all_inner_texts()
+    assert sorted(shown) == sorted([asked, "Let me look", "Do it now", "Wake up"])
+    await expect(page.locator(".timeline-head a")).to_have_text("Do it now")
+    await page.goto(f"{panel.url}/#/tasks/{sent}")
+    await expect(page.locator(".item-text")).to_have_text(["Do it now", asked])
+    await page.goto(f"{panel.url}/#/agents/ada")
+    await expect(page.locator('[aria-labelledby="page-due"] .item-text')).to_have_text("Wake up")
 
 
 async def test_a_long_paste_becomes_a_file_and_does_not_freeze_the_page(panel: Panel, words: Words) -> None:

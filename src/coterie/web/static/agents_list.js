@@ -62,7 +62,7 @@ export const flat = (nodes, shut, level = 1) =>
 
 /** ARIA attributes of a tree item. */
 export const treeItem = ({ agent, kids, level, at, of }, shut) => ({ role: 'treeitem', tabindex: '-1', 'aria-level': String(level), 'aria-posinset': String(at + 1),
-  'aria-setsize': String(of), 'aria-expanded': kids.length ? String(!shut.has(agent.id)) : null, data: { agent: agent.id }, onclick: () => go(agentPath(agent.id)) });
+  'aria-setsize': String(of), 'aria-expanded': kids.length ? String(!shut.has(agent.id)) : null, data: { agent: agent.id, key: agent.id }, onclick: () => go(agentPath(agent.id)) });
 
 let typed = '';
 let typedAt = 0;

@@ -38,12 +38,45 @@ export const iconButton = (name, label, props = {}) =>
 const nameOf = (el) => el.dataset.of ?? el.dataset.agent ?? el.getAttribute('href') ?? el.ariaLabel ?? el.textContent;
 
 /** Replaces the children. Keeps the focus, or moves it to the element at the same position. */
-export function fill(el, ...children) {
+export const fill = (el, ...children) => keepFocus(el, () => el.replaceChildren(...some(children)));
+
+/** Makes the children like the new ones. What is equal stays: a press on a replaced element would not become a click. */
+export const sync = (el, ...children) => keepFocus(el, () => syncChildren(el, some(children)));
+
+function syncChildren(el, fresh) {
+  const keyOf = (one, at) => one.dataset?.key ?? `${at} ${one.nodeName}`;
+  const old = new Map([...el.childNodes].map((one, at) => [keyOf(one, at), one]));
+  const next = fresh.map((one) => (typeof one === 'string' ? document.createTextNode(one) : one)).map((one, at) => {
+    const before = old.get(keyOf(one, at));
+    old.delete(keyOf(one, at)); // of two with the same key the second one is new
+    return like(before, one);
+  });
+  const stay = new Set(next);
+  for (const one of [...el.childNodes]) if (!stay.has(one)) one.remove();
+  next.forEach((one, at) => el.childNodes[at] !== one && el.insertBefore(one, el.childNodes[at] ?? null));
+}
+
+/** Makes an element like a new one and returns it; its listeners stay. Without such an element, returns the new one. */
+export function like(el, fresh) {
+  if (el?.nodeName !== fresh.nodeName || el === fresh) return fresh;
+  if (el.isEqualNode(fresh)) return el;
+  if (!el.attributes) el.data = fresh.data;
+  else {
+    const isKept = (name) => name === 'open'; // the person opens and closes details
+    for (const { name } of [...el.attributes]) if (!fresh.hasAttribute(name) && !isKept(name)) el.removeAttribute(name);
+    for (const { name, value } of fresh.attributes) if (!isKept(name)) setAttr(el, name, value);
+    syncChildren(el, [...fresh.childNodes]);
+  }
+  return el;
+}
+
+/** Keeps the focus in `el` while its content changes, or moves it to the element at the same position. */
+export function keepFocus(el, change) {
   const had = document.activeElement;
   const inside = had !== el && el.contains(had);
   const at = inside ? [...el.querySelectorAll(had.localName)].indexOf(had) : -1;
-  el.replaceChildren(...some(children));
-  if (!inside) return el;
+  change();
+  if (!inside || document.activeElement === had) return el;
   const now = [...el.querySelectorAll(had.localName)];
   (el.contains(had) ? had : now.find((one) => nameOf(one) === nameOf(had)) ?? now[Math.min(at, now.length - 1)])?.focus({ preventScroll: true });
   return el;

@@ -1,6 +1,6 @@
 // The right column: what the agent of the conversation is, and its scheduled messages.
 
-import { avatar, fill, h } from './dom.js';
+import { avatar, fill, h, sync } from './dom.js';
 import { t } from './i18n.js';
 import { doing } from './agents_list.js';
 import { agentPath, missed, route, screenNamed } from './router.js';
@@ -31,11 +31,11 @@ function mount() {
     const one = state.agents.get(addressed());
     root.classList.toggle('is-empty', !one);
     if (!one) return;
-    fill(about, avatar(one, { size: 'large' }), h('h2', { dir: 'auto' }, one.name || one.id), one.role && h('p', { class: 'meta', dir: 'auto' }, one.role), one.description && h('p', { dir: 'auto' }, one.description));
+    sync(about, avatar(one, { size: 'large' }), h('h2', { dir: 'auto' }, one.name || one.id), one.role && h('p', { class: 'meta', dir: 'auto' }, one.role), one.description && h('p', { dir: 'auto' }, one.description));
     const kinds = takes(one).map((kind) => t(`can_${kind}`)).join(t('comma'));
     const rows = [[t('tasksState'), doing(one)], [t('model'), one.service], [t('takesIn'), kinds], [t('createdBy'), one.parent && h('a', { href: agentPath(one.parent) }, nameOf(one.parent))]];
-    fill(facts, rows.filter(([, value]) => value).map(([name, value]) => [h('dt', {}, name), h('dd', { dir: 'auto' }, value)]));
-    fill(links, h('a', { href: `#/agents/${encodeURIComponent(one.id)}` }, t('details')), h('a', { href: `#/timeline?agent=${encodeURIComponent(one.id)}` }, t('timeline')), h('a', { href: '#/artifacts' }, t('artifacts')), h('a', { href: '#/org' }, t('org')));
+    sync(facts, rows.filter(([, value]) => value).map(([name, value]) => [h('dt', {}, name), h('dd', { dir: 'auto' }, value)]));
+    sync(links, h('a', { href: `#/agents/${encodeURIComponent(one.id)}` }, t('details')), h('a', { href: `#/timeline?agent=${encodeURIComponent(one.id)}` }, t('timeline')), h('a', { href: '#/artifacts' }, t('artifacts')), h('a', { href: '#/org' }, t('org')));
     if (!small.matches && shown !== one.id) open(one.id);
   }
 
@@ -56,5 +56,5 @@ function mount() {
   document.addEventListener('screen', onScreen);
   small.addEventListener('change', onScreen);
   paint();
-  ends = [on(['agents', 'snapshot', 'agent:*'], onScreen), () => leave?.(), () => document.removeEventListener('screen', onScreen), () => small.removeEventListener('change', onScreen)];
+  ends = [on(['agents', 'snapshot'], onScreen), on('agent:*', (topic) => topic === `agent:${addressed()}` && onScreen()), () => leave?.(), () => document.removeEventListener('screen', onScreen), () => small.removeEventListener('change', onScreen)];
 }

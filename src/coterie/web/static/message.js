@@ -11,6 +11,7 @@ import { quickReplies } from './quick_replies.js';
 const DEEPEST = 3; // levels of nested keys that are shown
 const ENDED_EARLY = { failed: 'replyBroken', withdrawn: 'replyWithdrawn' };
 const NEEDS_SETUP = new Set(['auth', 'quota', 'model', 'request', 'malformed', 'network', 'no_service', 'no_agent']);
+export const MARKDOWN = /^text\/markdown|\.(md|markdown)$/i; // of a type and a name
 const KNOWN = new Set(['text', 'attachments', 'quickReplies', 'problem', 'approval', 'budget', 'translations']);
 
 const face = (id) => state.agents.has(id) && avatar(state.agents.get(id), { size: 'small' });
@@ -188,7 +189,7 @@ export function fileList({ payload }) {
 }
 
 function file(one) {
-  const { artifactRef: ref, filename = '', type, size } = one ?? {};
+  const { artifactRef: ref, filename = '', mimeType = '', type, size } = one ?? {};
   if (typeof ref !== 'string') return null;
   const label = h('span', { class: 'file-name' }, filename || ref);
   const weight = typeof size === 'number' ? h('span', { class: 'meta' }, bytes(size)) : null;
@@ -200,8 +201,8 @@ function file(one) {
     return h('li', { class: 'file file-image' }, h('a', { href: artifactUrl(ref), 'aria-label': t('enlarge', { name: filename }), onclick: open },
       h('img', { src: artifactUrl(ref), alt: filename, loading: 'lazy', decoding: 'async' })), h('span', { class: 'file-line' }, label, weight));
   }
-  return h('li', { class: 'file' }, fileIcon(type),
-    h('a', { class: 'file-name', href: artifactUrl(ref), download: filename, 'aria-label': t('download', { name: filename }) }, filename || ref), weight);
+  const where = MARKDOWN.test(`${mimeType} ${filename}`) ? { href: `#/artifacts/${encodeURIComponent(ref)}` } : { href: artifactUrl(ref), download: filename, 'aria-label': t('download', { name: filename }) };
+  return h('li', { class: 'file' }, fileIcon(type), h('a', { class: 'file-name', ...where }, filename || ref), weight);
 }
 
 /** A table of keys and values, with the JSON on demand. */

@@ -1,6 +1,6 @@
 // Tool runs in the thread, and plans that an interjection withdrew.
 
-import { fileIcon, h, icon, setText } from './dom.js';
+import { fileIcon, h, icon, setText, sync } from './dom.js';
 import { dayName, elapsed, seconds, t } from './i18n.js';
 import { everySecond, nameOf, now, on, PERSON, progressOf, state } from './state.js';
 
@@ -34,7 +34,9 @@ function filesOf(calls) {
   return found.filter(({ artifactRef, filename }) => typeof artifactRef === 'string' && typeof filename === 'string');
 }
 
-const stateWord = (call) => t(`run_${call.withdrawn ? 'withdrawn' : SIGNS[call.state] ? call.state : 'unknown'}`);
+const isDenied = (call) => call.state === 'cancelled' && /^\{"status":\s*"denied"/.test(call.result);
+
+const stateWord = (call) => t(`run_${call.withdrawn ? 'withdrawn' : isDenied(call) ? 'denied' : SIGNS[call.state] ? call.state : 'unknown'}`);
 const took = (call) => (call.startedAt && call.endedAt ? Date.parse(call.endedAt) - Date.parse(call.startedAt) : null);
 
 export function runsView(item) {
@@ -47,7 +49,6 @@ export function runsView(item) {
   const box = h('details', { class: 'runs' }, h('summary', {}, icon('tool'), title, progress, time, signs), list);
   const made = h('ul', { class: 'files runs-files', 'aria-label': t('artifacts'), hidden: true });
   const el = h('article', { class: 'msg msg-runs', tabindex: '-1', 'data-testid': 'runs' }, day, box, made);
-  const row = callRows();
   let last = item;
   let shown = '';
 
@@ -64,7 +65,7 @@ export function runsView(item) {
     signs.replaceChildren(...calls.map((call) => h('span', { class: `sign sign-${call.withdrawn ? 'withdrawn' : call.state}` }, call.withdrawn ? '⊘' : SIGNS[call.state] ?? '?')));
     box.classList.toggle('has-withdrawn', calls.some((call) => call.withdrawn));
     el.setAttribute('aria-label', [title.textContent, ...calls.map((call) => `${call.name} ${stateWord(call)}`)].join(', '));
-    list.replaceChildren(...calls.map(row));
+    sync(list, calls.map(callRow));
     const files = filesOf(calls);
     made.hidden = !files.length;
     made.replaceChildren(...files.map(({ artifactRef, filename, type }) => h('li', { class: 'file' }, fileIcon(type), h('a', { class: 'file-name', href: `#/artifacts/${encodeURIComponent(artifactRef)}` }, filename))));
@@ -91,29 +92,17 @@ function titleOf(calls, running) {
   const gated = calls.find((call) => call.state === 'gated' && !call.withdrawn);
   if (gated) return t('awaitsApproval', { name: gated.name });
   const ran = calls.filter((call) => RAN.has(call.state) && !call.withdrawn).length;
-  if (calls.length > 1) return ran === calls.length ? t('ranTools', { n: ran }) : t('ranSome', { n: ran, m: calls.length });
+  if (calls.length > 1 && ran) return ran === calls.length ? t('ranTools', { n: ran }) : t('ranSome', { n: ran, m: calls.length });
   const [call] = calls;
-  if (!ran) return `${call.name} · ${stateWord(call)}`;
+  const all = (read) => [...new Set(calls.map(read))].join(t('comma'));
+  if (!ran) return `${all(({ name }) => name)} · ${all(stateWord)}`;
   return call.name === 'send_message' && target(call) ? t('sentTo', { name: nameOf(target(call)) }) : t('ranTool', { name: call.name });
 }
 
-/** Makes rows of calls; a new row of the same call stays open if the old one was open. */
-export function callRows() {
-  const made = new Map();
-  return (call) => {
-    const [before, row] = [made.get(call.id)?.querySelectorAll('details'), callRow(call)];
-    row.querySelectorAll('details').forEach((one, at) => {
-      one.open = before?.[at]?.open;
-    });
-    made.set(call.id, row);
-    return row;
-  };
-}
-
 /** One call: name, state, arguments and result. */
-function callRow(call) {
+export function callRow(call) {
   const ms = took(call);
-  return h('li', { class: `run run-${call.withdrawn ? 'withdrawn' : call.state}`, 'data-testid': 'run', data: { state: call.withdrawn ? 'withdrawn' : call.state } },
+  return h('li', { class: `run run-${call.withdrawn ? 'withdrawn' : call.state}`, 'data-testid': 'run', data: { state: call.withdrawn ? 'withdrawn' : call.state, key: call.id } },
     h('div', { class: 'run-head' }, h('code', {}, call.name), h('span', { class: 'run-state' }, stateWord(call)), ms === null ? null : h('span', { class: 'meta num' }, seconds(ms))),
     block('arguments', call.arguments), call.result && !call.withdrawn && block('result', call.result));
 }

@@ -13,7 +13,9 @@ const AWAY_MS = 30_000;
 const QUICK_MS = [50, 150, 250, 400, 600]; // first pauses between attempts
 const SEEN_MS = 1_000; // later pauses while the page may be visible
 const HIDDEN_MS = 15_000;
+const WATCHED_MS = 20_000; // after a visible tab said that it waits for the connection
 const ANSWER_MS = 5_000; // until the answer to an attempt begins
+const VISIBLE_MS = 500; // until a visible tab has answered
 const SHOW_MS = 2_000;
 const RESTORED_MS = 3_000;
 
@@ -24,12 +26,18 @@ let wake = (_done) => {};
 let heardAt = performance.now();
 let hiddenAt = null;
 let tries = 0;
+let triedAt = 0;
+let watchedUntil = 0;
 let connected = false;
 let waiting = Promise.resolve(); // events are handled one after the other, after a running snapshot
 
 export function start() {
   asks.draft = askForDraft;
-  if (channel) channel.onmessage = ({ data }) => (leading ? asked(data) : relayed(data));
+  if (channel) channel.onmessage = ({ data }) => {
+    if (data.ask === 'visible' && !document.hidden) channel.postMessage({ visible: true });
+    if (data.visible) whenVisible.splice(0).forEach((tell) => tell(true));
+    (leading ? asked : relayed)(data);
+  };
   if (navigator.locks && channel) {
     navigator.locks.request(NAME, lead).catch(lead);
     setInterval(watchRelay, 5_000);
@@ -42,6 +50,15 @@ export function start() {
   setInterval(() => leading && performance.now() - heardAt > DEAD_MS && again(), 5_000);
 }
 
+const whenVisible = [];
+
+/** Resolves to true if another tab of the page is visible. */
+export const isVisibleElsewhere = () => new Promise((resolve) => {
+  whenVisible.push(resolve);
+  setTimeout(() => resolve(false), VISIBLE_MS);
+  channel?.postMessage({ ask: 'visible' });
+});
+
 /** Tries again at once if there is no connection. */
 function retryNow() {
   if (!connected && leading) {
@@ -52,6 +69,7 @@ function retryNow() {
 
 function seen() {
   if (!document.hidden) retryNow();
+  if (!leading) wantStream();
   if (document.hidden) hiddenAt = performance.now();
   else if (hiddenAt !== null && performance.now() - hiddenAt > AWAY_MS && performance.now() - heardAt > AWAY_MS / 2) again();
 }
@@ -77,6 +95,7 @@ async function readStream() {
   for (;;) {
     channel?.postMessage({ connection: state.connection }); // without a connection, too: the other tabs leave it to this one
     abort = new AbortController();
+    triedAt = performance.now();
     try {
       await connect(abort.signal);
     } catch {
@@ -84,7 +103,7 @@ async function readStream() {
     }
     connected = false;
     trouble();
-    const pause = (QUICK_MS[tries] ?? (document.hidden ? HIDDEN_MS : SEEN_MS)) * (0.75 + Math.random() / 2);
+    const pause = (QUICK_MS[tries] ?? (document.hidden && performance.now() > watchedUntil ? HIDDEN_MS : SEEN_MS)) * (0.75 + Math.random() / 2);
     tries += 1;
     await new Promise((resolve) => {
       wake = resolve;
@@ -128,6 +147,10 @@ function parsed(text) {
 }
 
 function asked({ ask, draft }) {
+  if (ask === 'retry') {
+    watchedUntil = performance.now() + WATCHED_MS;
+    if (!connected && performance.now() - triedAt > SEEN_MS) wake(); // browsers delay the timers of hidden tabs
+  }
   if (ask !== 'drafts') return;
   const wanted = [...state.drafts.values()].filter((one) => !one.stopped && !one.ended && (draft ?? one.id) === one.id);
   const events = wanted.map(({ id, agent, text }) => ({ kind: 'draft.snapshot', id: '', data: { draftId: id, agent, text } }));
@@ -144,11 +167,20 @@ function askForDraft(draft) {
 function relayed({ events, connection }) {
   if (!events && !connection) return;
   heardAt = performance.now();
-  if (connection) show(connection);
+  if (connection) {
+    show(connection);
+    wantStream();
+  }
   events?.forEach(take);
 }
 
+/** Tells the leading tab, which may be hidden, that this visible one waits for the connection. */
+function wantStream() {
+  if (!document.hidden && !['ok', 'restored'].includes(state.connection)) channel?.postMessage({ ask: 'retry' });
+}
+
 function watchRelay() {
+  if (!leading) wantStream();
   if (leading || performance.now() - heardAt < RELAY_MS) return;
   lead(); // the leading tab is silent
 }

@@ -4,7 +4,7 @@ import { get, query } from '../api.js';
 import { avatar, button, empty, fileIcon, fill, h } from '../dom.js';
 import { bytes, count, dayAndTime, recurrence, t } from '../i18n.js';
 import { agentPath } from '../router.js';
-import { on, state, takes } from '../state.js';
+import { on, plainText, state, takes } from '../state.js';
 import { doing, dot } from '../agents_list.js';
 import { who } from '../message.js';
 import { costWords } from '../task_line.js';
@@ -90,7 +90,7 @@ function scheduled(due, schedules) {
   const paused = schedules.filter((one) => one.state === 'paused');
   if (!due.length && !paused.length) return h('p', { class: 'meta', text: t('delayedNone') });
   return [h('ul', { class: 'items' }, [...due.map((one) => [one, dayAndTime(one.deliverAt)]), ...paused.map((one) => [one, t('paused')])].map(([one, when]) =>
-    h('li', { class: 'item' }, h('p', { class: 'item-head' }, h('span', { dir: 'auto', text: who(one.from) }), h('span', { class: 'meta', text: when })), h('p', { class: 'item-text clamp', dir: 'auto', text: one.payload?.text ?? t('noText') }),
+    h('li', { class: 'item' }, h('p', { class: 'item-head' }, h('span', { dir: 'auto', text: who(one.from) }), h('span', { class: 'meta', text: when })), h('p', { class: 'item-text clamp', dir: 'auto', text: plainText(one) || t('noText') }),
       one.every && h('span', { class: 'tag', dir: 'auto', text: t('recurs', { every: recurrence(one.every) }) })))), h('p', {}, h('a', { href: '#/delayed', text: t('edit') }))];
 }
 

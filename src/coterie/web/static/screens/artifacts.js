@@ -4,12 +4,12 @@ import { artifactUrl, get, post, query } from '../api.js';
 import { button, empty, fileIcon, fill, h } from '../dom.js';
 import { bytes, dayAndTime, t } from '../i18n.js';
 import { lineStart, nodes } from '../markdown.js';
+import { MARKDOWN } from '../message.js';
 import { on } from '../state.js';
 import { failed, openImage } from './parts.js';
 
 const TEXT = /^text\/|[/+](json|xml|yaml|toml|javascript|x-sh|svg)|^application\/(sql|x-ndjson)/;
 const SHOWN = 256 << 10;
-const MARKDOWN = /^text\/markdown|\.(md|markdown)$/i;
 const PART = 16_000; // characters of Markdown per request
 
 export function render(root, { args, compact }) {

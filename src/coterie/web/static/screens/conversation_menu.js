@@ -1,11 +1,10 @@
 // The menu of a conversation: find, export, clear, pause; and stop or pause everything.
 
-import { artifactUrl, del, post } from '../api.js';
+import { artifactUrl, del, post, query } from '../api.js';
 import { t } from '../i18n.js';
 import { oops, toast } from '../notices.js';
 import { go } from '../router.js';
-import { isOpenTask, openTasks, PERSON, state, thread } from '../state.js';
-import { stop } from '../agents_list.js';
+import { openTasks, PERSON, state, thread, unmarked } from '../state.js';
 import { editPath, pagePath } from './agents.js';
 import { markUnread } from './message_menu.js';
 import { openMenu } from './menu.js';
@@ -17,16 +16,41 @@ const tried = (work) => work().catch((error) => oops(error));
 
 export const pauseAll = () => tried(() => post(state.allPaused ? '/resume' : '/pause'));
 
-/** Stops every open task and every turn, after a question. */
+const STOP_ROUNDS = 5; // a stop may let waiting mail begin a new turn
+const ROUND_MS = 400; // until the events about a stop have arrived
+const NAMED = 5; // of what could not be stopped
+
+const activeAgents = () => [...state.agents.values()].filter((one) => one.state === 'active');
+
+/** All that works or waits, `[name, path]`. The snapshot has only the first tasks. */
+async function allOpen() {
+  const found = [];
+  for (const name of ['working', 'waiting']) {
+    for (let cursor; cursor !== null; ) {
+      const page = await query('/tasks', { state: name, cursor, limit: 200 });
+      found.push(...page.items.map((one) => [unmarked(one.text).slice(0, 60) || t('noText'), `/tasks/${encodeURIComponent(one.id)}/stop`]));
+      cursor = page.next;
+    }
+  }
+  return [...found, ...activeAgents().map((one) => [one.name, agentUrl(one.id, 'stop')])];
+}
+
+/** Stops every open task and every turn, after a question; says what could not be stopped. */
 export async function stopAll() {
-  const active = [...state.agents.values()].filter((one) => one.state === 'active');
-  const tasks = openTasks();
-  if (!active.length && !tasks.length) return toast({ text: t('stopAllNone') });
-  if (!(await confirm(t('stopAllSure'), t('stopAll'), t('stopAllMeans', { agents: active.length, tasks: tasks.length })))) return;
+  const agents = activeAgents().length;
+  const tasks = openTasks().length + state.moreTasks;
+  if (!agents && !tasks) return toast({ text: t('stopAllNone') });
+  if (!(await confirm(t('stopAllSure'), t('stopAll'), t('stopAllMeans', { agents, tasks })))) return;
   await tried(async () => {
-    await Promise.all(tasks.filter(isOpenTask).map((one) => post(`/tasks/${encodeURIComponent(one.id)}/stop`)));
-    await Promise.all(active.map((one) => stop(one.id)));
-    toast({ text: t('stopAllDone') });
+    let left = await allOpen();
+    for (let round = 0; left.length && round < STOP_ROUNDS; round += 1) {
+      await Promise.allSettled(left.map(([, path]) => post(path)));
+      await new Promise((next) => setTimeout(next, ROUND_MS));
+      left = await allOpen();
+    }
+    if (!left.length) return toast({ text: t('stopAllDone') });
+    const names = left.slice(0, NAMED).map(([name]) => name).join(t('comma')) + (left.length > NAMED ? ' …' : '');
+    toast({ kind: 'error', text: t('stopAllLeft', { n: left.length, names }) });
   });
 }
 

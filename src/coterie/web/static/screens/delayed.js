@@ -2,7 +2,7 @@
 
 import { del, newId, patch, query, send } from '../api.js';
 import { planned } from '../composer.js';
-import { button, empty, fill, flag, h, setText } from '../dom.js';
+import { button, empty, fill, flag, h, setText, sync } from '../dom.js';
 import { dayAndTime, digits, recurrence, t } from '../i18n.js';
 import { who } from '../message.js';
 import { everySecond, keep, now, on, PERSON, plainText, state, touch } from '../state.js';
@@ -27,10 +27,10 @@ export function render(root, { compact, query: asked }) {
     for (const message of due) if (rows.get(message.id)?.every !== (message.every ?? '')) rows.set(message.id, row(message));
     const focused = list.contains(document.activeElement);
     const resting = [...state.paused.values()].filter(isShown).map(pausedRow);
-    fill(list, due.map((message) => rows.get(message.id).el), resting);
+    sync(list, due.map((message) => rows.get(message.id).el), resting);
     const none = !due.length && !resting.length;
     if (focused && none) root.focus();
-    fill(more, none ? (compact ? h('p', { class: 'meta' }, t('delayedNone')) : empty(t('delayedNone'))) : null);
+    sync(more, none ? (compact ? h('p', { class: 'meta' }, t('delayedNone')) : empty(t('delayedNone'))) : null);
     tick();
   };
   const tick = () => {
@@ -101,7 +101,7 @@ const recurs = (every) => h('span', { class: 'tag', dir: 'auto', 'data-testid': 
 function pausedRow(schedule) {
   return h(
     'li',
-    { class: 'item delayed-item', 'data-testid': 'paused-schedule', data: { scheduleId: schedule.id } },
+    { class: 'item delayed-item', 'data-testid': 'paused-schedule', data: { scheduleId: schedule.id, key: schedule.id } },
     h('p', { class: 'item-head', dir: 'auto', text: `${who(schedule.from)} → ${who(schedule.to)}` }),
     h('p', { class: 'item-text', dir: 'auto', text: plainText(schedule) || t('noText') }),
     h('p', { class: 'item-foot' }, h('span', { class: 'tag', text: t('paused') }), ' ', recurs(schedule.every), h('span', { class: 'item-acts' }, recurring(schedule.id, plainText(schedule), true))),
@@ -113,7 +113,7 @@ async function edit(message) {
   const { askWhen } = await import('./send_later.js');
   const text = String(message.payload?.text ?? '');
   const mine = message.from === PERSON;
-  const every = message.every?.replace(/ (UTC|[A-Za-z_]+\/\S+)$/, ''); // without its time zone
+  const [, every, zone] = /^(.*?)(?: (UTC|[A-Za-z_]+\/\S+))?$/.exec(message.every ?? '') ?? [];
   let clientId = newId();
   const save = async (plan) => {
     const rewritten = mine && (plan.text !== text || Boolean(plan.every) !== Boolean(every)); // sent again, by the person
@@ -122,7 +122,7 @@ async function edit(message) {
     replaced.add(message.id);
     try {
       // The old one is removed last, because the server may refuse the new one.
-      const sent = await send({ clientId, to: message.to, payload: { ...message.payload, text: plan.text }, ...planned(plan) });
+      const sent = await send({ clientId, to: message.to, payload: { ...message.payload, text: plan.text }, ...planned(plan.every === every && zone ? { ...plan, timeZone: zone } : plan) });
       await remove(message.id, message.scheduleId).catch(async (error) => {
         if (error.code === 'already_taken') {
           await remove(sent.messageId, sent.scheduleId);
@@ -147,7 +147,7 @@ function row(message) {
   const change = button({ class: 'text-btn', text: t('edit'), 'data-testid': 'delayed-edit', 'aria-label': t('editThis', { name: plainText(message) || t('noText') }), onclick: () => edit(message) });
   const el = h(
     'li',
-    { class: 'item delayed-item', data: { messageId: message.id } },
+    { class: 'item delayed-item', data: { messageId: message.id, key: message.id + message.every } },
     h('p', { class: 'item-head', dir: 'auto', text: `${who(message.from)} → ${who(message.to)}` }),
     h('p', { class: 'item-text', dir: 'auto', text: plainText(message) || t('noText') }),
     h('p', { class: 'item-foot' }, left, ' ', at, message.every && recurs(message.every),

@@ -6,7 +6,7 @@ import { t } from '../i18n.js';
 import { approvalFacts, budgetFacts, draftView, fileList, who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
 import { agentPath } from '../router.js';
-import { PERSON, SYSTEM, approvalOf, budgetOf, plainText, keep, on, openQuestions, state, textOf, threadOf } from '../state.js';
+import { PERSON, SYSTEM, approvalOf, budgetOf, plainText, keep, on, openQuestions, state, threadOf } from '../state.js';
 import { failed, section, when } from './parts.js';
 
 const TAIL = 280; // characters shown of a reply in progress; below: how often it is repainted
@@ -124,7 +124,7 @@ function card(message) {
     'article',
     { class: 'card', data: { messageId: message.id } },
     h('p', { class: 'item-head' }, h('a', { href: agentPath(message.from), text: who(message.from), dir: 'auto' }), ' ', when(message.deliveredAt)),
-    h('p', { class: 'item-text', dir: 'auto', text: textOf(message) }),
+    h('p', { class: 'item-text', dir: 'auto', text: plainText(message) }),
     budgetOf(message) && budgetFacts(message),
     approvalOf(message) && approvalFacts(message),
     fileList(message),

@@ -1,6 +1,6 @@
 // The organisation: agents by parent, as a tree or as a drawing.
 
-import { button, empty, fill, h, icon, s } from '../dom.js';
+import { button, empty, fill, h, icon, like, s, sync } from '../dom.js';
 import { t } from '../i18n.js';
 import { doing, dot, family, flat, treeItem, treeKeys } from '../agents_list.js';
 import { agentPath } from '../router.js';
@@ -24,26 +24,29 @@ export function render(root, { compact }) {
     views.forEach((one, i) => one.setAttribute('aria-pressed', String(Boolean(i) === graph)));
     draw();
   };
+  const tree = h('ul', { class: 'org-tree', role: 'tree', 'aria-label': t('org'), onkeydown: (event) => treeKeys(event, focus, fold) });
   const draw = () => {
     const roots = family();
     if (!roots.length) return fill(stage, empty(t('noAgents')));
     if (graph) return drawGraph(stage, roots);
     const shown = flat(roots, folded);
     if (!shown.some(({ agent }) => agent.id === current)) current = shown[0].agent.id;
-    fill(stage, h('ul', { class: 'org-tree', role: 'tree', 'aria-label': t('org'), onkeydown: (event) => treeKeys(event, focus, fold) }, shown.map(row)));
+    if (tree.parentNode !== stage) fill(stage, tree);
+    sync(tree, shown.map(row));
     mark();
   };
   const row = (node) => {
     const { agent, kids, level } = node;
     const sign = kids.length && (folded.has(agent.id) ? '▸' : '▾');
     const turn = (event) => {
+      if (!event.currentTarget.textContent) return; // without children
       event.stopPropagation();
       fold(agent.id);
     };
     return h(
       'li',
       { class: `org-row org-level-${Math.min(level, 8)}`, ...treeItem(node, folded) },
-      h('span', { class: 'fold', 'aria-hidden': 'true', onclick: sign ? turn : null }, sign || null),
+      h('span', { class: 'fold', 'aria-hidden': 'true', onclick: turn }, sign || null),
       dot(agent),
       h('span', { class: 'org-name', dir: 'auto', text: agent.name }),
       h('span', { class: 'meta', text: doing(agent) }),
@@ -143,9 +146,10 @@ function drawGraph(stage, roots) {
   fill(stage, frameOf(svg, all));
 }
 
-/** A frame that shows the drawing: fitted at first; wheel, drag, keys and buttons zoom and move it. */
-function frameOf(first, firstSize) {
-  let svg = first;
+const STILL = 6; // pixels that a pointer may move during a click
+
+/** A frame that shows the drawing: fitted at first; wheel, drag, fingers, keys and buttons zoom and move it. */
+function frameOf(svg, firstSize) {
   let all = firstSize;
   const zoomBy = (name, factor, label) => button({ class: 'plain-btn', 'data-testid': `zoom-${name}`, onclick: () => zoom(factor) }, label);
   const tools = h('div', { class: 'graph-tools', role: 'group', 'aria-label': t('zoom') }, zoomBy('out', 1.25, t('zoomOut')), zoomBy('in', 0.8, t('zoomIn')),
@@ -154,7 +158,10 @@ function frameOf(first, firstSize) {
   const el = h('div', { class: 'graph-stage' }, tools, box);
   const pixels = () => [Math.max(1, box.clientWidth), Math.max(1, box.clientHeight)];
 
-  const put = () => svg.setAttribute('viewBox', [view.x, view.y, view.w, view.h].map((n) => Math.round(n * 10) / 10).join(' '));
+  const put = () => {
+    svg.setAttribute('viewBox', [view.x, view.y, view.w, view.h].map((n) => Math.round(n * 10) / 10).join(' '));
+    box.classList.toggle('is-fitted', Boolean(view.fitted)); // then a finger scrolls the page
+  };
   function fit() {
     const [width, height] = pixels();
     const scale = Math.max((all.w + GAP_X * 2) / width, (all.h + GAP_Y) / height, 1);
@@ -181,22 +188,33 @@ function frameOf(first, firstSize) {
     if (event.ctrlKey || event.metaKey) zoom(event.deltaY > 0 ? 1.1 : 0.9, [(event.clientX - left) / width, (event.clientY - top) / height]);
     else move((event.deltaX * view.w) / width, (event.deltaY * view.w) / width);
   }, { passive: false });
+  const held = new Map(); // pointer -> its position
+  let far = 0; // that the pointers have moved since the first press
   box.addEventListener('pointerdown', (event) => {
-    if (event.button || event.pointerType === 'touch') return;
-    let [x, y] = [event.clientX, event.clientY];
-    let far = 0;
-    const drag = (next) => {
-      far += Math.abs(next.clientX - x) + Math.abs(next.clientY - y);
-      move(((x - next.clientX) * view.w) / pixels()[0], ((y - next.clientY) * view.w) / pixels()[0]);
-      [x, y] = [next.clientX, next.clientY];
-    };
-    const off = new AbortController();
-    addEventListener('pointermove', drag, off);
-    addEventListener('pointerup', () => off.abort(), off);
-    box.addEventListener('click', (click) => far > 6 && click.preventDefault(), { capture: true, once: true });
+    if (event.button) return;
+    if (!held.size) far = 0;
+    held.set(event.pointerId, [event.clientX, event.clientY]);
+    if (event.pointerType === 'touch') return;
     event.preventDefault(); // a link is not dragged away
     box.focus({ preventScroll: true });
   });
+  box.addEventListener('pointermove', (event) => {
+    const [x, y] = held.get(event.pointerId) ?? [];
+    if (x === undefined || !event.buttons) return held.delete(event.pointerId);
+    const to = [event.clientX, event.clientY];
+    held.set(event.pointerId, to);
+    far += Math.hypot(to[0] - x, to[1] - y);
+    const [other] = [...held].filter(([id]) => id !== event.pointerId).map(([, at]) => at);
+    const [width, height] = pixels();
+    if (other) {
+      const { left, top } = box.getBoundingClientRect();
+      const apart = (one) => Math.max(1, Math.hypot(one[0] - other[0], one[1] - other[1]));
+      zoom(apart([x, y]) / apart(to), [(other[0] - left) / width, (other[1] - top) / height]);
+    } else if (event.pointerType !== 'touch' || !view.fitted) move(((x - to[0]) * view.w) / width, ((y - to[1]) * view.w) / width);
+    if (far > STILL) box.setPointerCapture(event.pointerId); // not before: a captured pointer clicks no link
+  });
+  for (const end of ['pointerup', 'pointercancel']) box.addEventListener(end, (event) => held.delete(event.pointerId));
+  box.addEventListener('click', (event) => event.detail && far > STILL && event.preventDefault(), true);
   box.addEventListener('keydown', (event) => {
     const step = view.w / 10;
     const moves = { ArrowLeft: [-step, 0], ArrowRight: [step, 0], ArrowUp: [0, -step], ArrowDown: [0, step] }[event.key];
@@ -217,10 +235,8 @@ function frameOf(first, firstSize) {
   el.querySelector('.graph-frame').frame = {
     again(next, size) {
       const grew = size.w !== all.w || size.h !== all.h;
-      const had = box.contains(document.activeElement) && document.activeElement.getAttribute('href');
-      [svg, all] = [next, size];
-      box.replaceChildren(svg);
-      if (had) svg.querySelector(`[href="${CSS.escape(had)}"]`)?.focus({ preventScroll: true });
+      all = size;
+      like(svg, next);
       if (grew && view.fitted) fit();
       else put();
     },
@@ -231,7 +247,7 @@ function frameOf(first, firstSize) {
 const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
 function nodeOf({ node: { agent }, x, y }) {
-  const link = s('a', { href: agentPath(agent.id), class: `node node-${agent.state}` });
+  const link = s('a', { href: agentPath(agent.id), class: `node node-${agent.state}`, 'data-key': agent.id });
   const wide = (text) => (/[\u2e80-\uffff]/.test(text) ? 8 : 16); // characters that fit
   const name = s('text', { x: x + 12, y: y + 22, class: 'node-name' });
   name.textContent = short(agent.name, wide(agent.name));

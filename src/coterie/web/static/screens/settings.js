@@ -5,6 +5,7 @@ import { t } from '../i18n.js';
 import { who } from '../message.js';
 import { agentPath, go } from '../router.js';
 import { PERSON, plainText, threadOf, watchers } from '../state.js';
+import { isVisibleElsewhere } from '../stream.js';
 import { section, toggle } from './parts.js';
 
 export function settings() {
@@ -39,9 +40,9 @@ async function ask(on) {
 
 export const start = () => watchers.add(heard);
 
-function heard(kind, { message }) {
+async function heard(kind, { message }) {
   if ((kind !== 'message.created' && kind !== 'delayed.delivered') || message?.to !== PERSON) return;
-  if (!document.hidden || !flag('notify') || !allowed()) return;
+  if (!document.hidden || !flag('notify') || !allowed() || (await isVisibleElsewhere())) return;
   // All tabs use the same tag, so that the browser shows one notification.
   const path = agentPath(threadOf(message), message.id);
   const content = { body: plainText(message).slice(0, LENGTH) || t('noText'), tag: message.id, icon: '/static/icon-192.png', data: { path: `/${path}` } };

@@ -5,7 +5,7 @@ import { button, empty, fill, h, setText } from '../dom.js';
 import { clockTime, count, dayAndTime, duration, many, money, t } from '../i18n.js';
 import { who } from '../message.js';
 import { agentPath } from '../router.js';
-import { budgetOf, everySecond, isOpenTask, now, on, PERSON, state, textOf, touch, unmarked } from '../state.js';
+import { everySecond, isOpenTask, now, on, PERSON, state, textOf, touch, unmarked } from '../state.js';
 import { continueTask, costWords, stopButton, taskPath, taskWords } from '../task_line.js';
 import { busy, failed, table } from './parts.js';
 import { stateTag } from './tasks.js';
@@ -161,7 +161,7 @@ function conversation() {
     const ids = new Set(all.map(([{ id }]) => id));
     for (const [id, row] of rows) if (!ids.has(id) && rows.delete(id)) row.el.remove();
     all.forEach(([node, level], at) => {
-      const key = JSON.stringify([node, level, who(node.from ?? node.agent), who(node.to)]);
+      const key = JSON.stringify([node, level, who(node.from ?? node.agent), who(node.to), node.text && wordsOf(node)]);
       const live = node.kind === 'turn' && !node.endedAt;
       let row = rows.get(node.id);
       if (row?.key !== key || live) {
@@ -197,10 +197,15 @@ function inOrder(nodes) {
 
 const levelAttributes = (level) => ({ 'aria-level': String(level), data: { level: String(level) } });
 
+/** The text of a message in the page's language, as far as it is known; without Markdown. */
+function wordsOf(node) {
+  const known = state.messages.get(node.id);
+  const text = known && textOf(known);
+  return unmarked(known && text !== known.payload?.text ? text : node.text); // a text as it was written may be long
+}
+
 function messageRow(node, level) {
   const waits = node.state !== 'taken' && node.to !== PERSON;
-  const known = state.messages.get(node.id);
-  const text = known && budgetOf(known) ? textOf(known) : node.text; // in the page's language
   return h(
     'li',
     { class: `item level-${Math.min(level, DEEPEST)}`, ...levelAttributes(level), 'data-testid': 'task-message' },
@@ -208,7 +213,7 @@ function messageRow(node, level) {
       node.question && h('span', { class: 'tag', text: t(!node.answer ? 'questionOpen' : node.answer.closed ? 'questionClosed' : 'questionAnswered') }),
       waits && h('span', { class: `tag ${node.state}`, text: t(`state_${node.state}`) }),
       h('time', { class: 'meta', datetime: node.createdAt, text: clockTime(node.createdAt) })),
-    h('p', { class: 'item-text', dir: 'auto', text: text || t('noText') }),
+    h('p', { class: 'item-text', dir: 'auto', text: wordsOf(node) || t('noText') }),
     node.question && !node.answer && node.to === PERSON && h('a', { class: 'text-btn', href: agentPath(node.from, node.id), 'data-testid': 'task-answer', text: t('taskAnswer') }),
   );
 }

@@ -1,7 +1,7 @@
 // Tasks: at work, waiting for the person, ended. Filters are part of the address. One task and the usage have their own views.
 
 import { query } from '../api.js';
-import { button, empty, fill, h } from '../dom.js';
+import { button, empty, fill, h, keepFocus, like, setText, sync } from '../dom.js';
 import { many, roughly, t } from '../i18n.js';
 import { who } from '../message.js';
 import { isOpenTask, on, openTasks, state, unmarked } from '../state.js';
@@ -89,17 +89,25 @@ function listing(root, asked) {
     const all = [...found.values()].map((one) => state.tasks.get(one.id) ?? one);
     return all.filter((one) => !filters.state || one.state === filters.state).sort((a, b) => (a.createdAt < b.createdAt ? 1 : -1));
   };
-  const stopButtons = new Map(); // kept: a dialog returns the focus to the one that opened it
-  const stopOf = (task) => {
-    if (!stopButtons.has(task.id)) stopButtons.set(task.id, stopButton(task));
-    return stopButtons.get(task.id);
+  const groups = GROUPS.map(([name, title]) => {
+    const list = h('ul', { class: 'items', 'aria-labelledby': `tasks-${name}` });
+    return { name, title, list, el: section(`tasks-${name}`, '', list) };
+  });
+  fill(body, groups.map(({ el }) => el));
+  const rows = new Map(); // kept, also in another group: a dialog returns the focus to the button that opened it
+  const rowOf = (task) => {
+    rows.set(task.id, like(rows.get(task.id), row(task)));
+    return rows.get(task.id);
   };
   const draw = () => {
     const all = current();
-    const group = (name) => all.filter((one) => (name === 'ended' ? !isOpenTask(one) : one.state === name));
-    fill(body, GROUPS.map(([name, title]) => [title, name, group(name)]).filter(([, , items]) => items.length)
-      .map((/** @type {any[]} */ [title, name, items]) => section(`tasks-${name}`, t(title, { n: items.length }), h('ul', { class: 'items', 'aria-labelledby': `tasks-${name}` }, items.map((task) => row(task, stopOf(task)))))));
-    fill(foot, next ? button({ class: 'plain-btn', text: t('older'), onclick: load }) : next === null && !all.length && empty(t(filters.state || filters.agent ? 'timelineNone' : 'tasksNone')));
+    keepFocus(body, () => groups.forEach(({ name, title, list, el }) => {
+      const items = all.filter((one) => (name === 'ended' ? !isOpenTask(one) : one.state === name));
+      el.hidden = !items.length;
+      setText(el.firstChild, t(title, { n: items.length }));
+      sync(list, items.map(rowOf));
+    }));
+    sync(foot, next ? button({ class: 'plain-btn', text: t('older'), onclick: load }) : next === null && !all.length && empty(t(filters.state || filters.agent ? 'timelineNone' : 'tasksNone')));
   };
 
   fill(root, views('list'), h('div', { class: 'filters' }, field(t('tasksState'), kind), field(t('timelineAgent'), agent)), body, foot);
@@ -123,11 +131,11 @@ function listing(root, asked) {
   };
 }
 
-function row(task, stop) {
+function row(task) {
   const tokens = task.inputTokens + task.outputTokens;
   return h(
     'li',
-    { class: 'item', data: { task: task.id }, 'data-testid': 'task' },
+    { class: 'item', data: { task: task.id, key: task.id }, 'data-testid': 'task' },
     h(
       'a',
       { class: 'item-link', href: taskPath(task.id) },
@@ -135,6 +143,6 @@ function row(task, stop) {
       h('span', { class: 'item-text clamp', dir: 'auto', text: unmarked(task.text) || t('noText') }),
     ),
     h('p', { class: 'item-foot' }, h('span', { class: 'meta', text: [taskWords(task), tokens > 0 && many('tokens', tokens, roughly(tokens))].filter(Boolean).join(' · ') }),
-      isOpenTask(task) && stop),
+      isOpenTask(task) && stopButton(task)),
   );
 }

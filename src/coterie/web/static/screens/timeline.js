@@ -1,12 +1,12 @@
 // All messages and tool runs, newest first. The filters are part of the address.
 
 import { query } from '../api.js';
-import { button, empty, fill, h } from '../dom.js';
+import { button, empty, fill, h, sync } from '../dom.js';
 import { many, t } from '../i18n.js';
 import { who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
-import { callRows, callsOf } from '../runs.js';
-import { PERSON, SYSTEM, plainText, keep, on, state, watchers } from '../state.js';
+import { callRow, callsOf } from '../runs.js';
+import { PERSON, SYSTEM, plainText, keep, on, state, unmarked, watchers } from '../state.js';
 import { choice, failed, field, when } from './parts.js';
 
 const HOURS = { hour: 1, day: 24, week: 168 };
@@ -15,7 +15,6 @@ export function render(root, { query: asked }) {
   const filters = { agent: asked.get('agent') ?? '', kind: asked.get('kind') ?? '', time: asked.get('time') ?? '' };
   const list = h('ol', { class: 'items timeline', 'aria-label': t('timeline') });
   const foot = h('div');
-  const callRow = callRows();
   let sources = {};
   let items = new Map();
   let turn = 0;
@@ -69,9 +68,9 @@ export function render(root, { query: asked }) {
     const since = filters.time ? new Date(Date.now() + state.skew - HOURS[filters.time] * 3_600_000).toISOString() : '';
     const shown = [...items.values()].filter((one) => one.at >= edge && one.at >= since).sort(newestFirst);
     const wanted = shown.filter((one) => one.message || runCalls(one.run).length || one.run.text.trim());
-    fill(list, groupsOf(wanted).map((group) => groupRow(group, callRow)));
+    sync(list, groupsOf(wanted).map(groupRow));
     const more = open.length && edge >= since;
-    fill(foot, more ? button({ class: 'plain-btn', text: t('older'), onclick: load }) : shown.length ? null : empty(t('timelineNone')));
+    sync(foot, more ? button({ class: 'plain-btn', text: t('older'), onclick: load }) : shown.length ? null : empty(t('timelineNone')));
   };
   const refresh = async () => {
     const mine = turn;
@@ -121,19 +120,19 @@ function groupsOf(items) {
   for (const one of items) {
     const task = (one.message ?? one.run).task ?? null;
     const key = task ?? one.id;
-    if (!groups.has(key)) groups.set(key, { task, items: [] });
+    if (!groups.has(key)) groups.set(key, { key, task, items: [] });
     groups.get(key).items.push(one);
   }
   return [...groups.values()];
 }
 
-function groupRow({ task, items }, callRow) {
-  const rows = items.map((one) => (one.run ? runRow(one.run, callRow) : messageRow(one.message)));
-  const first = task && (state.messages.get(task) ?? items.at(-1).message);
-  const text = state.tasks.get(task)?.text || (first && plainText(first)) || t('noText');
-  return h('li', { class: 'timeline-group', 'data-testid': 'timeline-group' },
+function groupRow({ key, task, items }) {
+  const rows = items.map((one) => (one.run ? runRow(one.run, one.id) : messageRow(one.message)));
+  const plain = (message) => message && plainText(message);
+  const text = plain(state.messages.get(task)) || unmarked(state.tasks.get(task)?.text ?? '') || plain(items.at(-1).message) || t('noText');
+  return h('li', { class: 'timeline-group', 'data-testid': 'timeline-group', data: { key } },
     task && items.length > 1 && h('p', { class: 'timeline-head' }, h('a', { href: `#/tasks/${encodeURIComponent(task)}`, dir: 'auto' }, text.slice(0, 120)), h('span', { class: 'meta' }, many('messages', items.filter((one) => one.message).length))),
-    h('ol', { class: items.length > 1 ? 'items items-of-task' : 'items' }, rows));
+    h('ol', { class: items.length > 1 ? 'items items-of-task' : 'items', data: { key: 'items' } }, rows));
 }
 
 /** The calls of a run without sent messages, which are entries of their own. */
@@ -145,7 +144,7 @@ function messageRow(message) {
   const mine = message.to === PERSON;
   return h(
     'li',
-    { class: 'item', data: { messageId: message.id } },
+    { class: 'item', data: { messageId: message.id, key: message.id } },
     h(
       'p',
       { class: 'item-head' },
@@ -160,10 +159,10 @@ function messageRow(message) {
   );
 }
 
-function runRow(run, callRow) {
+function runRow(run, key) {
   return h(
     'li',
-    { class: 'item' },
+    { class: 'item', data: { key } },
     h(
       'p',
       { class: 'item-head' },
@@ -171,7 +170,7 @@ function runRow(run, callRow) {
       h('span', { class: 'tag', text: t(run.outcome !== 'withdrawn' ? 'runPlan' : run.calls.length ? 'runWithdrawn' : 'answerWithdrawn') }),
       when(run.at),
     ),
-    run.text && h('p', { class: 'item-text', dir: 'auto', text: run.text }),
+    run.text && h('p', { class: 'item-text', dir: 'auto', text: unmarked(run.text) }),
     h('ol', { class: 'runs runs-list' }, runCalls(run).map(callRow)),
   );
 }

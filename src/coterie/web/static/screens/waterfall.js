@@ -48,7 +48,7 @@ function barsOf({ nodes, state: taskState }) {
     }
     const [from, to] = [at(node.startedAt), at(node.endedAt)];
     put(node.agent, 'wait', from, to, t(`turn_${node.state}`, { time: duration(to - from) }));
-    for (const one of node.requests) put(node.agent, 'model', Math.max(from, at(one.at) - one.ms), at(one.at), [one.service, many('tokens', one.inputTokens + one.outputTokens), one.outcome !== 'ok' && one.outcome].filter(Boolean).join(' · '));
+    for (const one of node.requests) put(node.agent, 'model', Math.max(from, at(one.at) - one.ms), at(one.at), [one.service, many('tokens', one.inputTokens + one.outputTokens), one.outcome === 'withdrawn' && t('answerWithdrawn')].filter(Boolean).join(' · '));
     for (const call of node.calls) if (call.startedAt) put(node.agent, 'tool', at(call.startedAt), at(call.endedAt, to), [call.name, t(`run_${call.state}`)].join(' · '));
     // A request is stored when it ends: until then only the agent's state shows that one runs.
     const agent = state.agents.get(node.agent);
