@@ -146,6 +146,27 @@ async def test_a_question_may_outlast_the_button_that_answered_it(store: Society
     assert [violation async for violation in store.violations()] == []
 
 
+@pytest.mark.parametrize("how", ["a long delay", "a paused agent"])
+async def test_a_dead_letter_stays_for_a_month_after_the_message_died(
+    store: Society, clock: FakeClock, how: str
+) -> None:
+    await store.pause("ada")
+    lost = (await send(store, "ada", delay_ms=60 * 86_400_000 if how == "a long delay" else None)).message_id
+    if how == "a long delay":
+        await store.terminate("ada")
+    await clock.advance(days=60)
+    if how == "a long delay":
+        assert (await store.promote_due(10)).dead == 1
+    await store.terminate("ada")
+    await clock.advance(days=29)
+    assert (await pruned(store, messages=MONTH)).messages == 0
+    assert [message.id for message in await store.messages(Page(), state="dead")] == [lost]
+    await clock.advance(days=2)
+    expected = await pruned(store, dry_run=True)
+    assert (await pruned(store)).messages == expected.messages == 1
+    assert await store.message(lost) is None
+
+
 async def test_the_whole_history_of_a_terminated_agent_gets_old(store: Society, clock: FakeClock) -> None:
     await converse(store, "last words", to="bob")
     await store.terminate("bob")

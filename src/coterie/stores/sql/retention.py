@@ -49,6 +49,7 @@ _POSITIONS = "prune_positions"
 _IS_DELETABLE = """
 (messages.state IN ('taken', 'withdrawn', 'dead') OR (messages.state = 'pending' AND messages.recipient = 'user'))
 AND coalesce(messages.taken_at, messages.delivered_at, messages.created_at) < :before
+AND (messages.state <> 'dead' OR coalesce(messages.deliver_at, messages.created_at) < :before)
 AND NOT (messages.question = 1 AND messages.answered_by IS NULL AND messages.state IN ('pending', 'taken'))
 AND NOT EXISTS (SELECT 1 FROM tasks WHERE tasks.id = coalesce(messages.task, messages.id)
                    AND (tasks.state IN ('working', 'waiting') OR tasks.last_at >= :before))
@@ -75,11 +76,19 @@ DELETE FROM messages WHERE id IN (SELECT key FROM json_each(:ids)) AND {_IS_DELE
    AND NOT EXISTS (SELECT 1 FROM history WHERE history.message_id = messages.id)
 RETURNING seq, sender, recipient, CAST(payload AS BLOB), state, length(payload)
 """
-_SELECT_DEAD = """
-SELECT seq, id, created_at FROM messages WHERE state = 'dead' AND seq > :after ORDER BY seq LIMIT :limit
+# No column has the time at which a message became a dead letter. One that was delayed did not before it was due, and
+# any other one changed `tasks.last_at` then.
+_DIED_BEFORE = """
+coalesce(messages.delivered_at, messages.deliver_at, messages.created_at) < :before
+AND NOT EXISTS (SELECT 1 FROM tasks
+                 WHERE tasks.id = coalesce(messages.task, messages.id) AND tasks.last_at >= :before)
 """
-_DELETE_DEAD = """
-DELETE FROM messages WHERE id IN (SELECT key FROM json_each(:ids)) AND state = 'dead' AND created_at < :before
+_SELECT_DEAD = f"""
+SELECT seq, id, CASE WHEN {_DIED_BEFORE} THEN 1 ELSE 0 END
+  FROM messages WHERE state = 'dead' AND seq > :after ORDER BY seq LIMIT :limit
+"""
+_DELETE_DEAD = f"""
+DELETE FROM messages WHERE id IN (SELECT key FROM json_each(:ids)) AND state = 'dead' AND {_DIED_BEFORE}
 RETURNING seq, sender, recipient, CAST(payload AS BLOB)
 """
 _SELECT_AGENTS = """
@@ -317,9 +326,9 @@ class Pruner:
 
     def _prune_dead(self, before: int) -> Steps:
         after = 0
-        while rows := (yield _read(_SELECT_DEAD, after=after, limit=self._sizes["dead"])):
+        while rows := (yield _read(_SELECT_DEAD, after=after, before=before, limit=self._sizes["dead"])):
             after = rows[-1][0]
-            if ids := [message_id for _, message_id, created_at in rows if created_at < before]:
+            if ids := [message_id for _, message_id, is_old in rows if is_old]:
                 delete = partial(_delete_dead, ids=json_keys(ids), before=before)
                 yield Write("dead", delete, Pruned(messages=len(ids)))
 
