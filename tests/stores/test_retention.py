@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from coterie.artifacts import Artifact
+from coterie.messages import make_envelope
 from coterie.plan import PlannedCall
 from coterie.retention_store import Pruned, Retention
 from coterie.store import Page
@@ -196,6 +197,31 @@ async def test_a_file_stays_as_long_as_a_history_shows_it(store: Society, clock:
     await step(store, await summarised(store, 4), said())
     await pruned(store, messages=MONTH)
     assert (await store.unused_artifacts(timedelta(days=1))).refs == ["shown"]
+
+
+async def test_a_file_stays_as_long_as_a_paused_schedule_names_it(store: Society, clock: FakeClock) -> None:
+    for ref in ("named", "loose"):
+        picture = Artifact(
+            ref=ref, filename="a", type="image", mime_type="image/png", size=1, sha256=ref, created_at=clock.now()
+        )
+        await store.add_artifact(picture)
+    payload = {"attachments": [{"artifactRef": "named"}]}
+    sent = await store.send(make_envelope(sender="user", to="ada", payload=payload, every="8h"))
+    assert sent.schedule_id is not None
+    await store.change_schedule(sent.schedule_id, "user", paused=True)
+    await clock.advance(days=31)
+    await pruned(store, messages=MONTH)
+    assert await store.message(sent.message_id) is None, "the withdrawn message carries the file no more"
+    assert (await store.unused_artifacts(timedelta(days=1))).refs == ["loose"]
+    assert await store.delete_artifacts(["named", "loose"], timedelta(days=1)) == (1, ["loose"])
+
+    await store.change_schedule(sent.schedule_id, "user", paused=False)
+    ((attached,),) = [message.payload["attachments"] for message in await store.delayed()]
+    assert attached["artifactRef"] == "named"
+    await store.end_schedule(sent.schedule_id, "user")
+    await clock.advance(days=31)
+    await pruned(store, messages=MONTH)
+    assert (await store.unused_artifacts(timedelta(days=1))).refs == ["named"]
 
 
 async def test_a_run_continues_where_the_last_one_ended_and_begins_anew_once_a_day(

@@ -157,6 +157,9 @@ AND NOT EXISTS (SELECT 1 FROM plans JOIN calls ON calls.agent_id = plans.agent_i
                                               AND calls.step_no = plans.step_no
                  WHERE plans.outcome = 'open' AND calls.attachments IS NOT NULL
                    AND replace(calls.attachments, artifacts.ref, '') <> calls.attachments)
+-- A paused schedule has no delayed message that would carry its files. The first condition is that of an index.
+AND NOT EXISTS (SELECT 1 FROM schedules WHERE schedules.state <> 'ended' AND schedules.state = 'paused'
+                   AND replace(schedules.payload, artifacts.ref, '') <> schedules.payload)
 """
 _SELECT_ARTIFACTS = f"""
 SELECT ref, created_at, size, CASE WHEN {_IS_UNUSED} THEN 1 ELSE 0 END
