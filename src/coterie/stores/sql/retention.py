@@ -170,6 +170,7 @@ _DELETE_ARTIFACTS = f"""
 DELETE FROM artifacts WHERE ref IN (SELECT key FROM json_each(:refs)) AND created_at < :before AND {_IS_UNUSED}
 RETURNING sha256
 """
+_SELECT_NAMED_BLOBS = "SELECT DISTINCT sha256 FROM artifacts WHERE sha256 IN (SELECT key FROM json_each(:hashes))"
 _SELECT_MESSAGE_AFTER = "SELECT created_at FROM messages WHERE seq >= :seq ORDER BY seq LIMIT 1"
 # Two subqueries: SQLite reads all rows for two aggregates of one query.
 _FIRST_AND_LAST = "SELECT (SELECT min(seq) FROM messages), (SELECT max(seq) FROM messages)"
@@ -539,6 +540,11 @@ def delete_artifacts(db: Connection, refs: Sequence[str], before: int) -> tuple[
     is_used = "SELECT 1 FROM artifacts WHERE sha256 = :sha256"
     hashes = dict.fromkeys(sha256 for (sha256,) in deleted)
     return len(deleted), [sha256 for sha256 in hashes if not db.execute(is_used, {"sha256": sha256}).fetchone()]
+
+
+def find_named_blobs(db: Connection, hashes: Sequence[str]) -> set[str]:
+    found = db.execute(_SELECT_NAMED_BLOBS, {"hashes": json_keys(hashes)}).fetchall()
+    return {sha256 for (sha256,) in found}
 
 
 def find_time_after(db: Connection, fraction: float) -> int | None:
