@@ -20,3 +20,9 @@ async def pruned(store: RetentionStore, *, dry_run: bool = False, full: bool = T
 async def delete_unused(society: Society, age: timedelta = timedelta(days=1)) -> int:
     """Delete unused artifacts with their bytes; return their number."""
     return sum([count async for count in society.artifacts.delete_unused(age)])
+
+
+async def delete_unnamed_bytes(society: Society) -> None:
+    """Delete bytes of one part that no artifact names."""
+    async for _ in society.artifacts.delete_unnamed_bytes():
+        pass

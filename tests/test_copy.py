@@ -31,7 +31,7 @@ def url(postgres: str, tmp_path: Path) -> str:
 
 
 def copy(source: object, target: object) -> Any:
-    return copy_society(StoreLocation.parse(str(source)), StoreLocation.parse(str(target)), lambda _: None)
+    return copy_society(StoreLocation.parse(str(source)), StoreLocation.parse(str(target)), lambda _: None).transfer
 
 
 async def copied(source: object, target: object) -> Any:

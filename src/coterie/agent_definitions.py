@@ -221,7 +221,7 @@ def edit_agents(text: str, tables: Mapping[str, Fields]) -> str:
         changed = _edit_present(text, present, tables) if present else text
         for agent_id, fields in tables.items():
             if agent_id not in present:
-                lines = [f"{key} = {_item(value).as_string()}" for key, value in fields.items()]
+                lines = [f"{key} = {toml_value(value).as_string()}" for key, value in fields.items()]
                 changed = "\n".join([changed.rstrip(), "", f"[agents.{agent_id}]", *lines, ""]).lstrip()
         if tomllib.loads(changed) == tomllib.loads(text) | {"agents": dict(tables)}:
             return changed
@@ -243,17 +243,21 @@ def _edit_present(text: str, present: Mapping[str, Fields], tables: Mapping[str,
             del entry[key]
         for key, value in fields.items():
             if key not in before or before[key] != value:
-                entry[key] = _item(value)
+                entry[key] = toml_value(value)
     return tomlkit.dumps(document)
 
 
-def _item(value: Any) -> Item:
-    """A TOML value; text of several lines as such."""
+def toml_value(value: Any) -> Item:
+    """A TOML value; text of several lines as such, and a table on one line."""
     if isinstance(value, str) and "\n" in value:
         # The line break after the quotes does not belong to the text.
         lines = tomlkit.string(f"\n{value}", multiline=True)
         if tomllib.loads(f"x = {lines.as_string()}")["x"] == value:
             return lines
+    if isinstance(value, dict):
+        table = tomlkit.inline_table()
+        table.update(value)
+        return table
     plain: Item = tomlkit.item(value)
     return plain
 

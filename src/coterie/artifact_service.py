@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from datetime import timedelta
 
-from coterie.artifacts import Artifact, BlobStore, detect_type, sanitize_filename
+from coterie.artifacts import Artifact, BlobStore, FileBlobStore, detect_type, sanitize_filename
 from coterie.clock import Clock
 from coterie.errors import Refused
 from coterie.ids import keyed_id, new_id
@@ -14,6 +15,8 @@ from coterie.store import Store
 
 DELETED_ARTIFACTS = 50
 """Artifacts that one transaction deletes."""
+PARTS = 256
+"""By the first two characters of their hashes."""
 
 
 class ArtifactService:
@@ -21,6 +24,8 @@ class ArtifactService:
         self._store, self._blobs, self._clock, self._max_file_bytes = store, blobs, clock, max_file_bytes
         self._prune_lock = asyncio.Lock()
         self._running_puts = 0
+        # Not always the same at a start: a process may run for a few rounds only.
+        self._next_part = random.randrange(PARTS)
 
     @property
     def max_file_bytes(self) -> int:
@@ -112,6 +117,35 @@ class ArtifactService:
             for sha256 in unreferenced_blobs:
                 await self._blobs.delete(sha256)
         return count
+
+    async def delete_unnamed_bytes(self, *, full: bool = False) -> AsyncIterator[None]:
+        """Delete bytes that no artifact names: a process crashed between the bytes and the row.
+
+        One part of all bytes, another one at each call, or with `full` all. Yields after each part that has bytes.
+        """
+        blobs = self._blobs
+        if full and not isinstance(blobs, FileBlobStore):
+            await blobs.delete("")
+            yield
+            return
+        for _ in range(PARTS if full else 1):
+            self._next_part = (self._next_part + 1) % PARTS
+            prefix = f"{self._next_part:02x}"
+            if not isinstance(blobs, FileBlobStore):
+                await blobs.delete(prefix)
+                yield
+            elif old := await blobs.find_old(prefix):
+                await self._delete_unnamed(old)
+                yield
+
+    async def _delete_unnamed(self, hashes: Sequence[str]) -> None:
+        async with self._prune_lock:
+            if self._running_puts:
+                return  # as in `_delete`
+            named = await self._store.named_blobs(hashes)
+            for sha256 in hashes:
+                if sha256 not in named:
+                    await self._blobs.delete(sha256)
 
 
 class AgentArtifacts:

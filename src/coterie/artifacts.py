@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from coterie.text import to_storable
 
@@ -60,7 +60,21 @@ class BlobStore(Protocol):
         """Number of bytes; None if not stored."""
         ...
 
-    async def delete(self, sha256: str) -> None: ...
+    async def delete(self, sha256: str) -> None:
+        """Delete the bytes with this hash.
+
+        A store in the database deletes all bytes whose hash begins with `sha256`, but none that an artifact names.
+        """
+        ...
+
+
+@runtime_checkable
+class FileBlobStore(BlobStore, Protocol):
+    """A blob store in files. It does not know which of them artifacts name."""
+
+    async def find_old(self, prefix: str) -> Sequence[str]:
+        """Hashes that begin with these two characters, of bytes that were stored long ago."""
+        ...
 
 
 def sanitize_filename(name: str | None) -> str:

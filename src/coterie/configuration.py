@@ -117,7 +117,7 @@ class FileConfiguration:
         return Settings(version=self._version(), config=config, services=ServiceRegistry.load(self._folder.path))
 
     async def read(self) -> tuple[str, Document]:
-        return self._version(), _document_of(read_config(self._folder.path), self._folder)
+        return self._version(), document_of(read_config(self._folder.path), self._folder)
 
     async def write(self, change: Change, expected_version: str | None = None) -> None:
         raise ConfigError([Problem(CONFIG_FILE, "agents and limits are changed by editing this file", fatal=True)])
@@ -289,7 +289,7 @@ def read_files(folder: SocietyFolder, *, strict: bool = False) -> tuple[Document
     """
     config = read_config(folder.path)
     problems = [problem for problem in config.problems if _is_in_document(problem)]
-    document = _document_of(config, folder)
+    document = document_of(config, folder)
     secrets = [
         _key_written_out(f"{CONFIG_FILE}: remote.{entry.id}.{name}")
         for entry in config.remote
@@ -309,7 +309,8 @@ def read_files(folder: SocietyFolder, *, strict: bool = False) -> tuple[Document
     return document, problems
 
 
-def _document_of(config: Config, folder: SocietyFolder) -> Document:
+def document_of(config: Config, folder: SocietyFolder) -> Document:
+    """The configuration as a document, without services and defaults. Files that it names are in `folder`."""
     # The agent of a coterie.toml without agents is a default, too.
     agents = {} if config.agents == Config().agents else {entry.id: _entry_of(entry, folder) for entry in config.agents}
     sections = {name: _changed_values(getattr(config, name)) for name in SECTIONS}

@@ -151,6 +151,9 @@ class RetentionService:
                     return total
             if dry_run:
                 return total
+            async for _ in self._artifacts.delete_unnamed_bytes(full=full):
+                if await self._pause(pace, SHORTEST_STEP_PAUSE):
+                    return total
             while await self._store.release_space():
                 if await self._pause(pace, SHORTEST_STEP_PAUSE):
                     return total

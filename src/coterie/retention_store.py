@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Protocol
@@ -96,6 +96,10 @@ class RetentionStore(Protocol):
 
     async def delete_artifacts(self, refs: Sequence[str], age: timedelta) -> tuple[int, Sequence[str]]:
         """Delete those that are still unused; return their number and the hashes of bytes that are not needed now."""
+        ...
+
+    async def named_blobs(self, hashes: Sequence[str]) -> Set[str]:
+        """Those of the hashes whose bytes belong to an artifact."""
         ...
 
     async def storage(self) -> StorageFigures: ...

@@ -14,6 +14,7 @@ from coterie.llm.service import ToolCall
 from coterie.messages import PERSON, make_envelope
 from coterie.plan import PlannedCall
 from coterie.store import Limits
+from coterie.stores.sql.commands import clear_thread
 from coterie.stores.sql.inbox import MAX_EXAMINED, PAGE_SIZE
 from coterie.stores.sql.turn_transaction import TurnTransaction
 from coterie.stores.sql.unit_of_work import UnitOfWork
@@ -86,6 +87,20 @@ def test_the_check_for_interruptions_costs_the_same_after_any_history() -> None:
     few, many = checks_after(1), checks_after(300)
     assert len(few) == 2 and 0 < few[0] < few[1] < 300  # a handful of look-ups by key
     assert few == many
+
+
+def test_clearing_a_conversation_with_a_question_costs_the_same_with_any_number_of_other_tasks() -> None:
+    few, many = cost_of_clearing_after(1), cost_of_clearing_after(300)
+    assert many <= few * 1.1 + 20
+
+
+def cost_of_clearing_after(turns: int) -> int:
+    world, costs = having_talked(turns), list[int]()
+    world.send(make_envelope(sender="bob", to=PERSON, payload={"text": "well?", "quickReplies": ["yes"]}))
+    counted(world, lambda: world.transact(lambda db, uow: clear_thread(db, uow, "bob")), costs)
+    assert world.rows("SELECT id FROM messages WHERE question = 1") == []
+    world.close()
+    return costs[0]
 
 
 def checks_after(turns: int) -> list[int]:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from coterie.artifact_service import PARTS
 from coterie.society import Society
 from coterie.store_url import replace_store_url
 from coterie.stores.blobs import FolderBlobStore, SharedFolderBlobStore, blob_path
+from coterie.stores.postgres import PostgresStore
 from tests.engines import Postgres
-from tests.pruning import delete_unused
+from tests.pruning import delete_unnamed_bytes, delete_unused
 
 DAY = 86_400
 
@@ -97,3 +99,56 @@ async def test_old_unreferenced_artifacts_are_deleted_from_the_shared_folder(hom
         age(path, 2 * 3600)
         await delete_unused(society, timedelta(0))
         assert not path.exists()
+
+
+async def run_retention(society: Society, full: bool) -> None:
+    if full:
+        await society.retention.prune()
+    else:
+        for _ in range(PARTS):
+            await delete_unnamed_bytes(society)
+
+
+@pytest.mark.parametrize("full", [True, False])
+async def test_bytes_that_no_artifact_names_are_deleted_after_an_hour(tmp_path: Path, full: bool) -> None:
+    """A process crashed between the bytes and the row of an artifact."""
+    async with Society.open(tmp_path / "society", work=False) as society:
+        named = await society.artifacts.put(b"named", "a.txt")
+        folder = tmp_path / "society" / "data" / "artifacts"
+        lost, recent = [await FolderBlobStore(folder).put(some(data), 100) for data in (b"lost", b"recent")]
+        (folder / lost.sha256[:2] / "note.txt").write_text("no blob")
+        for sha256 in (named.sha256, lost.sha256):
+            age(blob_path(folder, sha256), 2 * 3600)
+        age(folder / lost.sha256[:2] / "note.txt", 2 * 3600)
+
+        await run_retention(society, full)
+
+        left = {path.name for path in folder.rglob("*") if path.is_file()}
+        assert left == {named.sha256, recent.sha256, "note.txt"}
+
+
+async def test_bytes_in_a_shared_folder_may_belong_to_another_society(home: Path, tmp_path: Path) -> None:
+    async with Society.open(home, work=False) as society:
+        path = blob_path(tmp_path / "pool", (await FolderBlobStore(tmp_path / "pool").put(some(b"theirs"), 100)).sha256)
+        age(path, 2 * 3600)
+        await run_retention(society, full=True)
+        assert path.exists()
+
+
+@pytest.mark.parametrize("full", [True, False])
+async def test_bytes_in_postgresql_that_no_artifact_names_are_deleted_after_an_hour(
+    shared: Postgres, tmp_path: Path, full: bool
+) -> None:
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "coterie.toml").write_text(replace_store_url("[agents.ada]\n", shared.url(tmp_path / "data")))
+    async with Society.open(folder, work=False) as society:
+        named = await society.artifacts.put(b"named", "a.txt")
+        assert isinstance(society.store, PostgresStore)
+        lost, recent = [await society.store.blobs().put(some(data), 100) for data in (b"lost", b"recent")]
+        with shared.behind(tmp_path / "data") as db:
+            old = {"hour": 7_200_000, "recent": recent.sha256}
+            db.execute("UPDATE blobs SET at = at - :hour WHERE sha256 <> :recent", old)
+            await run_retention(society, full)
+            left = {sha256 for (sha256,) in db.execute("SELECT sha256 FROM blobs").fetchall()}
+        assert left == {named.sha256, recent.sha256} and lost.sha256 not in left

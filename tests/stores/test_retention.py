@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from coterie.artifacts import Artifact
+from coterie.messages import make_envelope
 from coterie.plan import PlannedCall
 from coterie.retention_store import Pruned, Retention
 from coterie.store import Page
@@ -146,6 +147,27 @@ async def test_a_question_may_outlast_the_button_that_answered_it(store: Society
     assert [violation async for violation in store.violations()] == []
 
 
+@pytest.mark.parametrize("how", ["a long delay", "a paused agent"])
+async def test_a_dead_letter_stays_for_a_month_after_the_message_died(
+    store: Society, clock: FakeClock, how: str
+) -> None:
+    await store.pause("ada")
+    lost = (await send(store, "ada", delay_ms=60 * 86_400_000 if how == "a long delay" else None)).message_id
+    if how == "a long delay":
+        await store.terminate("ada")
+    await clock.advance(days=60)
+    if how == "a long delay":
+        assert (await store.promote_due(10)).dead == 1
+    await store.terminate("ada")
+    await clock.advance(days=29)
+    assert (await pruned(store, messages=MONTH)).messages == 0
+    assert [message.id for message in await store.messages(Page(), state="dead")] == [lost]
+    await clock.advance(days=2)
+    expected = await pruned(store, dry_run=True)
+    assert (await pruned(store)).messages == expected.messages == 1
+    assert await store.message(lost) is None
+
+
 async def test_the_whole_history_of_a_terminated_agent_gets_old(store: Society, clock: FakeClock) -> None:
     await converse(store, "last words", to="bob")
     await store.terminate("bob")
@@ -175,6 +197,31 @@ async def test_a_file_stays_as_long_as_a_history_shows_it(store: Society, clock:
     await step(store, await summarised(store, 4), said())
     await pruned(store, messages=MONTH)
     assert (await store.unused_artifacts(timedelta(days=1))).refs == ["shown"]
+
+
+async def test_a_file_stays_as_long_as_a_paused_schedule_names_it(store: Society, clock: FakeClock) -> None:
+    for ref in ("named", "loose"):
+        picture = Artifact(
+            ref=ref, filename="a", type="image", mime_type="image/png", size=1, sha256=ref, created_at=clock.now()
+        )
+        await store.add_artifact(picture)
+    payload = {"attachments": [{"artifactRef": "named"}]}
+    sent = await store.send(make_envelope(sender="user", to="ada", payload=payload, every="8h"))
+    assert sent.schedule_id is not None
+    await store.change_schedule(sent.schedule_id, "user", paused=True)
+    await clock.advance(days=31)
+    await pruned(store, messages=MONTH)
+    assert await store.message(sent.message_id) is None, "the withdrawn message carries the file no more"
+    assert (await store.unused_artifacts(timedelta(days=1))).refs == ["loose"]
+    assert await store.delete_artifacts(["named", "loose"], timedelta(days=1)) == (1, ["loose"])
+
+    await store.change_schedule(sent.schedule_id, "user", paused=False)
+    ((attached,),) = [message.payload["attachments"] for message in await store.delayed()]
+    assert attached["artifactRef"] == "named"
+    await store.end_schedule(sent.schedule_id, "user")
+    await clock.advance(days=31)
+    await pruned(store, messages=MONTH)
+    assert (await store.unused_artifacts(timedelta(days=1))).refs == ["named"]
 
 
 async def test_a_run_continues_where_the_last_one_ended_and_begins_anew_once_a_day(

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from coterie import __version__
+from coterie.admin.configuration_files import key_names, render_files, take_configuration
 from coterie.admin.copy import (
     StoreLocation,
     move_into_place,
@@ -39,7 +40,9 @@ from coterie.admin.copy import (
 from coterie.admin.inspect import Inspection, artifact_hashes
 from coterie.clock import SystemClock, to_ms, to_rfc3339
 from coterie.config import CONFIG_FILE, Config, SocietyFolder, StoreSettings, read_config
+from coterie.configuration import Document
 from coterie.errors import ConfigError, StoreUnusable
+from coterie.files import replace_file
 from coterie.ids import new_id
 from coterie.store_url import SQLITE, is_postgres_url, read_store_url, redact_url, replace_store_url, without_password
 from coterie.stores.blobs import blob_path, fsync_folder
@@ -79,10 +82,10 @@ def back_up(folder: Path, target: Path, on_progress: OnProgress) -> BackupResult
     with _temporary_folder(target) as temporary:
         on_progress("Copying the database")
         database = temporary / "coterie.db"
-        artifacts = _copy_data(society_folder, database, on_progress)
+        artifacts, is_configured = _copy_data(society_folder, database, on_progress)
         draft = temporary / "backup.tar"
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            packer = _pack(society_folder, database, artifacts, file, on_progress)
+            packer = _pack(society_folder, database, artifacts, is_configured, file, on_progress)
             file.flush()
             os.fsync(file.fileno())
             size = file.tell()
@@ -113,15 +116,18 @@ def _temporary_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _copy_data(folder: SocietyFolder, database: Path, on_progress: OnProgress) -> Path:
-    """Copy all rows to the new file `database`. Return the folder with the artifact bytes."""
+def _copy_data(folder: SocietyFolder, database: Path, on_progress: OnProgress) -> tuple[Path, bool]:
+    """Copy all rows to the new file `database`.
+
+    Return the folder with the artifact bytes, and whether the database has the configuration of the society.
+    """
     try:
         location = read_location(folder)
     except ConfigError:
         location = StoreLocation(StoreSettings(), folder)  # back up the invalid file as it is
     if location.store.url == SQLITE:
         asyncio.run(_copy_database(folder.path, database))
-        return folder.artifacts
+        return folder.artifacts, False
     require_driver(location.store)
     from coterie.stores.postgres.transfer import PostgresSource
 
@@ -131,7 +137,7 @@ def _copy_data(folder: SocietyFolder, database: Path, on_progress: OnProgress) -
         SqliteTarget.create(database, artifacts) as sqlite,
     ):
         transfer(source, sqlite, on_progress)
-    return artifacts
+    return artifacts, True
 
 
 async def _copy_database(folder: Path, target: Path) -> None:
@@ -139,7 +145,14 @@ async def _copy_database(folder: Path, target: Path) -> None:
         await society.store.backup(target)
 
 
-def _pack(folder: SocietyFolder, database: Path, artifacts: Path, file: IO[bytes], on_progress: OnProgress) -> _Packer:
+def _pack(
+    folder: SocietyFolder,
+    database: Path,
+    artifacts: Path,
+    is_configured: bool,
+    file: IO[bytes],
+    on_progress: OnProgress,
+) -> _Packer:
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
         packer = _Packer(tar)
         packer.add(database, DATABASE)
@@ -148,7 +161,7 @@ def _pack(folder: SocietyFolder, database: Path, artifacts: Path, file: IO[bytes
             on_progress(f"Packing artifacts: {packer.artifacts:,}")
         for path, name in _owner_files(folder):
             packer.add_owner_file(path, name)
-        packer.close()
+        packer.close(is_configured=is_configured)
     return packer
 
 
@@ -186,8 +199,8 @@ class _Packer:
         except FileNotFoundError:
             self.lost.append(sha256)
 
-    def close(self) -> None:
-        """Write the manifest."""
+    def close(self, *, is_configured: bool) -> None:
+        """Write the manifest. `is_configured`: the database has the configuration of the society."""
         now = SystemClock().now()
         manifest = {
             "format": FORMAT,
@@ -195,6 +208,7 @@ class _Packer:
             "createdAt": to_rfc3339(now),
             "artifacts": self.artifacts,
             "lost": self.lost,
+            "configuration": "database" if is_configured else "files",
             "files": self.hashes,
         }
         data = json.dumps(manifest, indent=1).encode()
@@ -264,6 +278,7 @@ def _is_inside(folder: SocietyFolder, name: str) -> bool:
 
 CHUNK_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 64 << 20
+_CONFIGURATION_REMEDY = "restore it into an empty PostgreSQL with --store and its URL"
 _ARTIFACT_NAME = re.compile(r"data/artifacts/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 
 
@@ -274,34 +289,55 @@ class RestoreResult:
     artifacts: int
     lost: tuple[str, ...]
     """Hashes of artifacts whose bytes were missing when the backup was made."""
+    files: tuple[str, ...] = ()
+    """The owner's files that were written with the configuration, which was in PostgreSQL."""
+    keys: tuple[str, ...] = ()
+    """Names of the keys that this configuration needs."""
 
 
 def restore(archive: Path, folder: Path, on_progress: OnProgress, store: str | None = None) -> RestoreResult:
     """Restore `archive` into `folder`, whole or not at all. It blocks; an event loop must call it in a thread.
 
-    `store`: the new store.url. None keeps the old one, which is allowed for SQLite only.
+    `store`: the new store.url. None keeps the old one, which is allowed for SQLite only. If the society was in
+    PostgreSQL and comes to SQLite, the configuration in the database becomes its files.
     """
     society_folder = SocietyFolder(folder)
     require_no_data(society_folder)
     with archive.open("rb") as file, staging_folder(society_folder) as staging:
         on_progress("Unpacking the backup")
         manifest = _unpack(archive, file, staging, on_progress)
-        _choose_store(archive, staging, store)
+        is_configured = _choose_store(archive, staging, store) or manifest.get("configuration") == "database"
+        location = StoreLocation(_config(staging).store, society_folder)
         on_progress("Checking what was unpacked")
         _prepare_database(archive, staging / DATABASE)
+        owner_files, keys = dict[str, bytes](), tuple[str, ...]()
+        if location.store.url == SQLITE or not is_configured:  # only files are the configuration
+            document = _take_configuration(staging / DATABASE)
+            if document is not None and is_configured:
+                owner_files, keys = render_files(document, staging, _CONFIGURATION_REMEDY), key_names(document)
+        for name, content in owner_files.items():
+            replace_file(staging / name, content)
         asyncio.run(_check(archive, staging, manifest, on_progress))
-        location = StoreLocation(_config(staging).store, society_folder)
         if location.store.url == SQLITE:
             move_into_place(staging, society_folder)
         else:
             _write_to_database(staging, location, on_progress)
     return RestoreResult(
-        created_at=manifest["createdAt"], artifacts=manifest["artifacts"], lost=tuple(manifest["lost"])
+        created_at=manifest["createdAt"],
+        artifacts=manifest["artifacts"],
+        lost=tuple(manifest["lost"]),
+        files=tuple(owner_files),
+        keys=keys,
     )
 
 
-def _choose_store(archive: Path, staging: Path, store: str | None) -> None:
-    """Set store.url in the staged coterie.toml."""
+def _take_configuration(database: Path) -> Document | None:
+    with closing(open_writer(database, "full")) as db:
+        return take_configuration(db)
+
+
+def _choose_store(archive: Path, staging: Path, store: str | None) -> bool:
+    """Set store.url in the staged coterie.toml. Return whether the society was in PostgreSQL by that file."""
     file = staging / CONFIG_FILE
     text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     old_url = read_store_url(text)
@@ -313,6 +349,7 @@ def _choose_store(archive: Path, staging: Path, store: str | None) -> None:
         )
     if store is not None and store != old_url:
         file.write_text(replace_store_url(text, store), encoding="utf-8")
+    return old_url != SQLITE
 
 
 def _config(staging: Path) -> Config:

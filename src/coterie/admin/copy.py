@@ -1,6 +1,7 @@
 """Copy a society from one database to another, all or nothing.
 
-New SQLite data is written to a staging folder inside the target folder and moved when it is complete.
+New SQLite data is written to a staging folder inside the target folder and moved when it is complete. With it go the
+files of a configuration that was in PostgreSQL.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 
+from coterie.admin.configuration_files import key_names, render_files, take_configuration
 from coterie.config import TEMPLATE_FILES, TOOLS_FILE, SocietyFolder, StoreSettings, read_config
 from coterie.errors import StoreUnusable
+from coterie.files import replace_file
 from coterie.store_url import SQLITE, is_postgres_url, redact_url
 from coterie.stores.blobs import fsync_folder
 from coterie.stores.open import require_driver, require_society
@@ -71,17 +75,37 @@ def read_location(folder: SocietyFolder) -> StoreLocation:
     return StoreLocation(read_config(folder.path).store, folder)
 
 
-def copy_society(source: StoreLocation, target: StoreLocation, on_progress: OnProgress) -> TransferResult:
-    """Copy the society of `source` to the empty `target`. It blocks; an event loop must call it in a thread."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyResult:
+    transfer: TransferResult
+    files: tuple[str, ...] = ()
+    """The files of the target's folder that were written with the configuration."""
+    keys: tuple[str, ...] = ()
+    """Names of the keys that this configuration needs."""
+
+
+def copy_society(source: StoreLocation, target: StoreLocation, on_progress: OnProgress) -> CopyResult:
+    """Copy the society of `source` to the empty `target`. It blocks; an event loop must call it in a thread.
+
+    From PostgreSQL to SQLite, the configuration in the database becomes files of the target's folder. Those that were
+    there before are kept under another name.
+    """
     for location in (source, target):
         require_driver(location.store)
-    with open_source(source) as origin, open_target(target) as destination:
+    owner_files, keys = dict[str, bytes](), tuple[str, ...]()
+    with open_source(source) as origin, open_target(target, owner_files=owner_files) as destination:
         if not origin.count("agents"):
             raise StoreUnusable(f"there is no society in {source} yet: there is nothing to copy")
         result = transfer(origin, destination, on_progress)
         check_transfer(destination.db, result, on_progress)
+        if SQLITE in (source.store.url, target.store.url):  # where only files are the configuration
+            document = take_configuration(destination.db)
+            if document is not None and source.store.url != SQLITE and target.folder:
+                remedy = "correct that file or move it away, then copy again"
+                owner_files |= render_files(document, target.folder.path, remedy)
+                keys = key_names(document)
         on_progress("Moving it into place")
-    return result
+    return CopyResult(transfer=result, files=tuple(owner_files), keys=keys)
 
 
 @contextmanager
@@ -105,10 +129,16 @@ def open_source(location: StoreLocation) -> Iterator[Source]:
 
 
 @contextmanager
-def open_target(location: StoreLocation, remedy: str = "name a database that is empty") -> Iterator[Target]:
+def open_target(
+    location: StoreLocation,
+    remedy: str = "name a database that is empty",
+    *,
+    owner_files: Mapping[str, bytes] = MappingProxyType({}),
+) -> Iterator[Target]:
     """Open an empty target. Its data becomes visible only if the block ends without error.
 
-    `remedy`: what the error proposes if the target is not empty.
+    `remedy`: what the error proposes if the target is not empty. `owner_files`: with SQLite, files of the folder that
+    are written with the data, by name; read when the block ends.
     """
     if location.store.url != SQLITE:
         from coterie.stores.postgres.transfer import PostgresTarget
@@ -123,7 +153,11 @@ def open_target(location: StoreLocation, remedy: str = "name a database that is 
         (staging / "data").mkdir(mode=0o700)
         with SqliteTarget.create(staging / "data" / DATABASE, staging / "data" / "artifacts") as sqlite:
             yield sqlite
-        move_into_place(staging, location.folder)
+        for name, content in owner_files.items():
+            if (location.folder.path / name).exists():
+                shutil.copy(location.folder.path / name, staging / name)  # for its mode
+            replace_file(staging / name, content)
+        move_into_place(staging, location.folder, replaced=owner_files)
 
 
 def require_no_data(folder: SocietyFolder) -> None:
@@ -164,11 +198,19 @@ def staging_folder(folder: SocietyFolder) -> Iterator[Path]:
         raise
 
 
-def move_into_place(staging: Path, folder: SocietyFolder) -> None:
-    """Move the staged files into the society's folder; undo all moves if one fails."""
-    moves = [(path, folder.path / path.name) for path in sorted(staging.iterdir()) if path.name != "data"]
-    for source, target in moves:
-        _require_replaceable(source, target)
+def move_into_place(staging: Path, folder: SocietyFolder, *, replaced: Collection[str] = ()) -> None:
+    """Move the staged files into the society's folder; undo all moves if one fails.
+
+    `replaced`: names of files that may exist there. They are kept under a new name.
+    """
+    moves = list[tuple[Path, Path]]()
+    for source in sorted(path for path in staging.iterdir() if path.name != "data"):
+        target = folder.path / source.name
+        if source.name not in replaced:
+            _require_replaceable(source, target)
+        elif target.exists():
+            moves.append((target, _unused_name(target)))
+        moves.append((source, target))
     # The database comes last: its presence makes the society exist.
     for name in ("artifacts", "coterie.db"):
         if (staging / "data" / name).exists():
@@ -184,6 +226,14 @@ def move_into_place(staging: Path, folder: SocietyFolder) -> None:
         raise
     for path in (folder.data, folder.path, folder.path.parent):
         fsync_folder(path)
+
+
+def _unused_name(file: Path) -> Path:
+    """A name for the old version of a file."""
+    number = 1
+    while (old := file.with_name(f"{file.name}.old{number if number > 1 else ''}")).exists():
+        number += 1
+    return old
 
 
 def _require_replaceable(source: Path, target: Path) -> None:

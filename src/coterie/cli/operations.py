@@ -394,12 +394,22 @@ def restore(
         print_error(f"Warning: {len(done.lost):,} artifacts had lost their bytes when the backup was made")
     if json:
         lost = list(done.lost)
-        print_json({"dir": str(dir), "createdAt": done.created_at, "artifacts": done.artifacts, "lost": lost})
+        print_json({"dir": str(dir), "createdAt": done.created_at, "artifacts": done.artifacts, "lost": lost,
+                    "files": list(done.files), "keys": list(done.keys)})  # fmt: skip
         return
     artifacts = count_of(done.artifacts, "artifact")
     print_line(f"Restored the society of {done.created_at} into {dir}, with {artifacts}; everything was checked.")
     print_line(f"Not in a backup: {NOT_IN_BACKUP}; put them back if you have them.")
+    _print_configuration(done.files, done.keys)
     print_line(f"Next: coterie serve {dir}")
+
+
+def _print_configuration(files: Sequence[str], keys: Sequence[str]) -> None:
+    """Say what became of a configuration that was in PostgreSQL and is in files now."""
+    if files:
+        print_line(f"Agents, services and limits were in the database: they are now in {' and '.join(files)}.")
+    if keys:
+        print_line(f"They need these keys, in the environment or in data/secrets.json: {', '.join(keys)}.")
 
 
 def migrate(
@@ -438,24 +448,31 @@ def copy(
 ) -> None:
     """Copy a society from one database to another, from SQLite to PostgreSQL or back. Stop the society first.
 
-    For a folder, its coterie.toml says which database. The owner's files, the token and the keys stay where they are.
+    For a folder, its coterie.toml says which database. The owner's files, the token and the keys stay where they are,
+    but from PostgreSQL to SQLite agents, services and limits are written to the files of TO.
     """
     from coterie.admin.copy import StoreLocation, copy_society
 
     origin, goal = StoreLocation.parse(source), StoreLocation.parse(target)
     with _long_operation("Copying") as progress:
-        copied = copy_society(origin, goal, progress.update)
+        done = copy_society(origin, goal, progress.update)
+    copied = done.transfer
     if copied.lost:
         print_error(
             f"Warning: {count_of(len(copied.lost), 'artifact')} had lost their bytes before: see coterie verify"
         )
     if json:
         rows, lost = dict(copied.rows), list(copied.lost)
-        print_json({"from": str(origin), "to": str(goal), "rows": rows, "artifacts": copied.artifacts, "lost": lost})
+        print_json({"from": str(origin), "to": str(goal), "rows": rows, "artifacts": copied.artifacts, "lost": lost,
+                    "files": list(done.files), "keys": list(done.keys)})  # fmt: skip
         return
     messages, artifacts = count_of(copied.rows["messages"], "message"), count_of(copied.artifacts, "artifact")
     print_line(f"Copied {origin} to {goal}: {messages}, {artifacts}; everything was counted and checked.")
-    if goal.folder:
+    _print_configuration(done.files, done.keys)
+    if goal.folder and done.files:
+        print_line("Files of these names that were there before now end in .old.")
+        print_line(f"To continue there: copy your tools there, then run coterie serve {goal.folder.path}.")
+    elif goal.folder:
         print_line(f"To continue there: copy your own files there, then run coterie serve {goal.folder.path}.")
     else:
         print_line("To continue there: set store.url in coterie.toml to this address.")

@@ -8,7 +8,8 @@ import errno
 import hashlib
 import io
 import os
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+import re
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import BinaryIO, Self, TypeVar
@@ -25,6 +26,7 @@ DELETE_GRACE = timedelta(hours=1)
 """Blobs uploaded within this time are not deleted: another process may be about to reference them."""
 STALE_UPLOAD_AGE = timedelta(days=1)
 """An upload that has not grown for this long was aborted."""
+_HASH = re.compile(r"[0-9a-f]{64}")
 _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -100,6 +102,26 @@ class FolderBlobStore:
     async def delete(self, sha256: str) -> None:
         await asyncio.to_thread(self._path(sha256).unlink, missing_ok=True)
 
+    async def find_old(self, prefix: str) -> Sequence[str]:
+        return await asyncio.to_thread(self._find_old, prefix)
+
+    def _find_old(self, prefix: str) -> list[str]:
+        try:
+            with os.scandir(self._folder / prefix) as files:
+                stored = {file.name: file.stat().st_mtime for file in files if _HASH.fullmatch(file.name)}
+            before = self._filesystem_time() - DELETE_GRACE.total_seconds() if stored else 0.0
+        except OSError:
+            return []  # no such part, or a full disk, which must not end the deletion of old data
+        return [sha256 for sha256, stored_at in stored.items() if stored_at <= before]
+
+    def _filesystem_time(self) -> float:
+        """Current time of the clock that stamps these files; the machines' clocks may differ from it."""
+        probe = self._incoming / new_id()
+        with _create_private(probe) as file:
+            now = os.fstat(file.fileno()).st_mtime
+        probe.unlink()
+        return now
+
     def _path(self, sha256: str) -> Path:
         return blob_path(self._folder, sha256)
 
@@ -119,13 +141,9 @@ class SharedFolderBlobStore(FolderBlobStore):
             if path.stat().st_mtime <= self._filesystem_time() - age.total_seconds():
                 path.unlink()
 
-    def _filesystem_time(self) -> float:
-        """Current time of the clock that stamps these files; the machines' clocks may differ from it."""
-        probe = self._incoming / new_id()
-        with _create_private(probe) as file:
-            now = os.fstat(file.fileno()).st_mtime
-        probe.unlink()
-        return now
+    def _find_old(self, prefix: str) -> list[str]:
+        # Another society may use the folder, too, such as a restored copy: its files have no artifacts here.
+        return []
 
 
 def blob_path(folder: Path, sha256: str) -> Path:

@@ -421,9 +421,11 @@ WITH blob AS (
 UPDATE pieces SET sha256 = :sha256 WHERE sha256 = :upload AND (SELECT is_new FROM blob)
 """
 _READ_CHUNK = "SELECT start, bytes FROM pieces WHERE sha256 = :sha256 AND start > :after ORDER BY start LIMIT 1"
-# Also deletes chunks of aborted uploads.
+# All whose hash begins with :sha256: no digit of a hash comes after 'f'. Also deletes chunks of aborted uploads.
 _DELETE_BLOB = f"""
-DELETE FROM blobs WHERE (sha256 = :sha256 OR sha256 LIKE 'incoming %') AND at <= {CLOCK} - :grace_ms
+DELETE FROM blobs
+ WHERE ((sha256 >= :sha256 AND sha256 < CAST(:sha256 AS text) || 'g') OR sha256 LIKE 'incoming %')
+   AND at <= {CLOCK} - :grace_ms
    AND NOT EXISTS (SELECT 1 FROM artifacts WHERE artifacts.sha256 = blobs.sha256)
 """
 

@@ -23,6 +23,7 @@ from coterie.stores.sql.rows import (
     Connection,
     StoredMessage,
     find_message,
+    json_keys,
     set_meta,
     to_artifact,
 )
@@ -94,7 +95,8 @@ DELETE FROM messages WHERE seq = :seq RETURNING seq, sender, recipient, CAST(pay
 """
 _SELECT_CLEARED_BUDGETS = """
 SELECT id FROM tasks
- WHERE budget_question IS NOT NULL AND NOT EXISTS (SELECT 1 FROM messages WHERE messages.id = budget_question)
+ WHERE id IN (SELECT key FROM json_each(:asked)) AND budget_question IS NOT NULL
+   AND NOT EXISTS (SELECT 1 FROM messages WHERE messages.id = budget_question)
 """
 _SELECT_EXISTS = "SELECT 1 FROM messages WHERE id = :id"
 _CLEAR_BUDGET_QUESTION = "UPDATE tasks SET budget_question = NULL WHERE id = :id"
@@ -513,7 +515,8 @@ def _clear_budget_questions(db: Connection, uow: UnitOfWork, asked: Sequence[str
     `asked`: tasks of which open questions were deleted. An earlier job of the batch may have opened one that is not in
     the task's row yet.
     """
-    task_ids = [task_id for (task_id,) in db.execute(_SELECT_CLEARED_BUDGETS).fetchall()]
+    cleared = db.execute(_SELECT_CLEARED_BUDGETS, {"asked": json_keys(asked)}).fetchall()
+    task_ids = [task_id for (task_id,) in cleared]
     uow.lock_tasks(task_ids)
     db.executemany(_CLEAR_BUDGET_QUESTION, [{"id": task_id} for task_id in task_ids])
     for task_id in asked:

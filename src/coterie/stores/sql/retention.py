@@ -49,6 +49,7 @@ _POSITIONS = "prune_positions"
 _IS_DELETABLE = """
 (messages.state IN ('taken', 'withdrawn', 'dead') OR (messages.state = 'pending' AND messages.recipient = 'user'))
 AND coalesce(messages.taken_at, messages.delivered_at, messages.created_at) < :before
+AND (messages.state <> 'dead' OR coalesce(messages.deliver_at, messages.created_at) < :before)
 AND NOT (messages.question = 1 AND messages.answered_by IS NULL AND messages.state IN ('pending', 'taken'))
 AND NOT EXISTS (SELECT 1 FROM tasks WHERE tasks.id = coalesce(messages.task, messages.id)
                    AND (tasks.state IN ('working', 'waiting') OR tasks.last_at >= :before))
@@ -75,11 +76,19 @@ DELETE FROM messages WHERE id IN (SELECT key FROM json_each(:ids)) AND {_IS_DELE
    AND NOT EXISTS (SELECT 1 FROM history WHERE history.message_id = messages.id)
 RETURNING seq, sender, recipient, CAST(payload AS BLOB), state, length(payload)
 """
-_SELECT_DEAD = """
-SELECT seq, id, created_at FROM messages WHERE state = 'dead' AND seq > :after ORDER BY seq LIMIT :limit
+# No column has the time at which a message became a dead letter. One that was delayed did not before it was due, and
+# any other one changed `tasks.last_at` then.
+_DIED_BEFORE = """
+coalesce(messages.delivered_at, messages.deliver_at, messages.created_at) < :before
+AND NOT EXISTS (SELECT 1 FROM tasks
+                 WHERE tasks.id = coalesce(messages.task, messages.id) AND tasks.last_at >= :before)
 """
-_DELETE_DEAD = """
-DELETE FROM messages WHERE id IN (SELECT key FROM json_each(:ids)) AND state = 'dead' AND created_at < :before
+_SELECT_DEAD = f"""
+SELECT seq, id, CASE WHEN {_DIED_BEFORE} THEN 1 ELSE 0 END
+  FROM messages WHERE state = 'dead' AND seq > :after ORDER BY seq LIMIT :limit
+"""
+_DELETE_DEAD = f"""
+DELETE FROM messages WHERE id IN (SELECT key FROM json_each(:ids)) AND state = 'dead' AND {_DIED_BEFORE}
 RETURNING seq, sender, recipient, CAST(payload AS BLOB)
 """
 _SELECT_AGENTS = """
@@ -148,6 +157,9 @@ AND NOT EXISTS (SELECT 1 FROM plans JOIN calls ON calls.agent_id = plans.agent_i
                                               AND calls.step_no = plans.step_no
                  WHERE plans.outcome = 'open' AND calls.attachments IS NOT NULL
                    AND replace(calls.attachments, artifacts.ref, '') <> calls.attachments)
+-- A paused schedule has no delayed message that would carry its files. The first condition is that of an index.
+AND NOT EXISTS (SELECT 1 FROM schedules WHERE schedules.state <> 'ended' AND schedules.state = 'paused'
+                   AND replace(schedules.payload, artifacts.ref, '') <> schedules.payload)
 """
 _SELECT_ARTIFACTS = f"""
 SELECT ref, created_at, size, CASE WHEN {_IS_UNUSED} THEN 1 ELSE 0 END
@@ -158,6 +170,7 @@ _DELETE_ARTIFACTS = f"""
 DELETE FROM artifacts WHERE ref IN (SELECT key FROM json_each(:refs)) AND created_at < :before AND {_IS_UNUSED}
 RETURNING sha256
 """
+_SELECT_NAMED_BLOBS = "SELECT DISTINCT sha256 FROM artifacts WHERE sha256 IN (SELECT key FROM json_each(:hashes))"
 _SELECT_MESSAGE_AFTER = "SELECT created_at FROM messages WHERE seq >= :seq ORDER BY seq LIMIT 1"
 # Two subqueries: SQLite reads all rows for two aggregates of one query.
 _FIRST_AND_LAST = "SELECT (SELECT min(seq) FROM messages), (SELECT max(seq) FROM messages)"
@@ -317,9 +330,9 @@ class Pruner:
 
     def _prune_dead(self, before: int) -> Steps:
         after = 0
-        while rows := (yield _read(_SELECT_DEAD, after=after, limit=self._sizes["dead"])):
+        while rows := (yield _read(_SELECT_DEAD, after=after, before=before, limit=self._sizes["dead"])):
             after = rows[-1][0]
-            if ids := [message_id for _, message_id, created_at in rows if created_at < before]:
+            if ids := [message_id for _, message_id, is_old in rows if is_old]:
                 delete = partial(_delete_dead, ids=json_keys(ids), before=before)
                 yield Write("dead", delete, Pruned(messages=len(ids)))
 
@@ -527,6 +540,11 @@ def delete_artifacts(db: Connection, refs: Sequence[str], before: int) -> tuple[
     is_used = "SELECT 1 FROM artifacts WHERE sha256 = :sha256"
     hashes = dict.fromkeys(sha256 for (sha256,) in deleted)
     return len(deleted), [sha256 for sha256 in hashes if not db.execute(is_used, {"sha256": sha256}).fetchone()]
+
+
+def find_named_blobs(db: Connection, hashes: Sequence[str]) -> set[str]:
+    found = db.execute(_SELECT_NAMED_BLOBS, {"hashes": json_keys(hashes)}).fetchall()
+    return {sha256 for (sha256,) in found}
 
 
 def find_time_after(db: Connection, fraction: float) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -587,6 +587,9 @@ class SqlStore(SqlOverview):
         return await self._transact(
             lambda db, uow: retention.delete_artifacts(db, refs, uow.now - age // _MS), alone=True
         )
+
+    async def named_blobs(self, hashes: Sequence[str]) -> Set[str]:
+        return await self._read(lambda db: retention.find_named_blobs(db, hashes))
 
     async def storage(self) -> StorageFigures:
         size = await self._read_size()
