@@ -354,7 +354,7 @@ def answer_in_the_wrong_task(later: Later) -> Iterator[Any]:
     """Every automatic answer belongs to the task that the turn counts for."""
     send = replies._send
 
-    def into_turn(uow: UnitOfWork, sender: str, target: ReplyTarget, payload: Any, **more: Any) -> str:
+    def into_turn(uow: UnitOfWork, sender: str, target: ReplyTarget, payload: Any, **more: Any) -> tuple[str, bool]:
         agent = payload.get("problem", {}).get("agent", sender)
         task = uow.mailbox(agent).task or target.task
         return send(uow, sender, msgspec.structs.replace(target, task=task), payload, **more)

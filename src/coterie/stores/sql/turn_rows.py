@@ -41,6 +41,12 @@ VALUES (:agent_id, :turn_no, :step_no, :text, :outcome, :interrupted_by, :at, :t
 _CLOSE_PLAN = """
 UPDATE plans SET outcome = 'closed', interrupted_by = :interrupted_by WHERE agent_id = :agent_id AND outcome = 'open'
 """
+# The newest message of the task that the turn counts for. Retention may have deleted it; then the newest of all.
+_SELECT_CAUSE = """
+SELECT history.message_id FROM history LEFT JOIN messages ON messages.id = history.message_id
+ WHERE history.agent_id = :agent_id AND history.turn_no = :turn_no AND history.message_id IS NOT NULL
+ ORDER BY CASE WHEN messages.id = :task OR messages.task = :task THEN 0 ELSE 1 END, history.seq DESC LIMIT 1
+"""
 _COUNT_CUTS = """
 SELECT count(*) FROM plans
  WHERE agent_id = :agent_id AND turn_no = :turn_no AND outcome = 'withdrawn'
@@ -115,6 +121,12 @@ def read_call_state(db: Connection, agent_id: str, call_id: str) -> tuple[str, s
         if row:
             return row[0], row[1]
     return "cancelled", ""
+
+
+def read_cause(db: Connection, agent_id: str, turn_no: int, task: str | None) -> str | None:
+    """Return the message that causes what the turn sends, so that it belongs to the task of the turn."""
+    row = db.execute(_SELECT_CAUSE, {"agent_id": agent_id, "turn_no": turn_no, "task": task}).fetchone()
+    return row[0] if row else None
 
 
 def count_cuts(db: Connection, agent_id: str, turn_no: int) -> int:

@@ -63,12 +63,6 @@ from coterie.turn import (
 )
 from coterie.turn_store import Claim, HistoryRow, ReplyTarget, StaleClaim
 
-# The newest message of the task that the turn counts for. Retention may have deleted it; then the newest of all.
-_SELECT_CAUSE = """
-SELECT history.message_id FROM history LEFT JOIN messages ON messages.id = history.message_id
- WHERE history.agent_id = :agent_id AND history.turn_no = :turn_no AND history.message_id IS NOT NULL
- ORDER BY CASE WHEN messages.id = :task OR messages.task = :task THEN 0 ELSE 1 END, history.seq DESC LIMIT 1
-"""
 _HIDE_MESSAGES = "UPDATE history SET hidden = 1 WHERE agent_id = :agent_id AND turn_no = :turn_no AND role = 'user'"
 _UPSERT_USAGE = """
 INSERT INTO llm_calls (agent_id, turn_no, step_no, service, input_tokens, output_tokens, outcome, at, estimated, task,
@@ -274,15 +268,9 @@ class TurnTransaction:
         if stored := turn_rows.read_open_plan(self._db, self._agent_id):
             self._plan_key, self._plan = stored
             self._stored_plan = self._plan
-        self._cause = self._read_cause()
-        self._cuts = turn_rows.count_cuts(self._db, self._agent_id, self.mailbox.turn_no)
-
-    def _read_cause(self) -> str | None:
-        """Return the message that causes what the turn sends, so that it belongs to the task of the turn."""
         row = self.mailbox
-        found = {"agent_id": self._agent_id, "turn_no": row.turn_no, "task": row.task}
-        cause = self._db.execute(_SELECT_CAUSE, found).fetchone()
-        return cause[0] if cause else None
+        self._cause = turn_rows.read_cause(self._db, self._agent_id, row.turn_no, row.task)
+        self._cuts = turn_rows.count_cuts(self._db, self._agent_id, self.mailbox.turn_no)
 
     def _write(self, write: Write) -> None:
         match write:  # the frequent ones first: cases are tested in order
@@ -385,7 +373,7 @@ class TurnTransaction:
                 self._set_task(other, [*others, row.task])
                 self._uow.flush_messages()
                 self._flush_history()
-                self._cause = self._read_cause()
+                self._cause = turn_rows.read_cause(self._db, self._agent_id, row.turn_no, other)
                 return True
         return self._answers_person()
 
