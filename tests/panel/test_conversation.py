@@ -654,8 +654,8 @@ async def test_a_message_that_another_tab_is_sending_is_not_offered_again(panel:
     assert await panel.texts() == []
 
 
-async def test_broken_and_old_kept_messages_are_left_out(panel: Panel) -> None:
-    page = await panel.open()
+async def test_broken_and_old_kept_messages_are_left_out(panel: Panel, words: Words) -> None:
+    page = await panel.open(locale=words.locale)
     await page.evaluate(
         """() => {
             for (const broken of ['{', 'null', '{"again":{"clientId":"x","agent":"ada","text":1}}', '[]'])
@@ -672,7 +672,7 @@ async def test_broken_and_old_kept_messages_are_left_out(panel: Panel) -> None:
     await expect(failed.first).to_contain_text("Number 10")
     stored = "() => Object.keys(localStorage).filter(key => key.startsWith('coterie.sent')).length"
     assert await page.evaluate(stored) == 20
-    await failed.first.get_by_role("button", name="Remove").click()
+    await failed.first.get_by_role("button", name=words("remove")).click()
     await expect(failed).to_have_count(19)
     assert await page.evaluate(stored) == 19
 
