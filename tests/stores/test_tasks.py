@@ -18,7 +18,7 @@ from coterie.stores.sql import task_queries
 from coterie.tasks import MessageNode, TurnNode
 from coterie.testing import FakeClock
 from coterie.testing.clock import START
-from coterie.turn import CallEnded, Interrupted, ModelFailed, Stopped
+from coterie.turn import AskModel, CallEnded, Interrupted, ModelFailed, Stopped
 from tests.conftest import PEOPLE
 from tests.engines import Engine
 
@@ -269,6 +269,28 @@ async def test_a_turn_that_waits_for_a_retry_works(store: Society) -> None:
     failure = ModelFailed(message="busy", recovery="retry", delay=timedelta(seconds=5))
     await step(store, await claim(store), failure)
     assert ((await task_of(store, task)).state, (await task_of(store, task)).active) == ("working", 1)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_turn_that_goes_on_for_another_task_is_in_the_trees_of_both(store: Society, ends: bool) -> None:
+    first = (await send(store, sender="bob")).task
+    claimed = await step(store, await claim(store), says("", call("a")))
+    second = (await send(store, text="stop, do this", sender="cyd")).task
+    claimed = await step(store, claimed, done(0))
+    assert (claimed.action, claimed.task) == (AskModel(), second)
+    if ends:
+        await step(store, claimed, said("to both", tokens=7))
+    used, calls = dict[str, int](), dict[str, list[str]]()
+    for task in (first, second):
+        tree = await store.task_tree(task)
+        assert tree is not None
+        (turn,) = [one for one in tree.nodes if isinstance(one, TurnNode)]
+        used[task] = sum(request.input_tokens for request in turn.requests)
+        calls[task] = [one.name for one in turn.calls]
+        assert (used[task], len(turn.calls)) == (tree.task.input_tokens, tree.task.tool_calls)
+        assert (turn.ended_at is not None) == ends
+    assert used[second] == 7 * ends
+    assert calls == {first: ["a"], second: []}
 
 
 async def test_a_task_whose_message_was_not_delivered_has_failed_and_is_unread(store: Society) -> None:

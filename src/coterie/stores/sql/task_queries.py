@@ -146,17 +146,63 @@ SELECT turns.agent_id, turns.turn_no, turns.started_at, turns.ended_at, turns.ou
   FROM all_turns AS turns LEFT JOIN agents ON agents.id = turns.agent_id
  WHERE turns.task = :task ORDER BY turns.started_at, turns.agent_id
 """
-_SELECT_REQUESTS = """
-SELECT llm_calls.agent_id, llm_calls.turn_no, llm_calls.service, llm_calls.at, llm_calls.model_ms,
-       llm_calls.input_tokens, llm_calls.output_tokens, llm_calls.cached_tokens, llm_calls.cost, llm_calls.outcome
+# Turns that made requests for the task and counted for another one at their end. The tasks of the other messages that
+# such a turn took find its row by the primary key.
+_SELECT_MOVED_TURNS = """
+SELECT turns.agent_id, turns.turn_no, turns.started_at, turns.ended_at, turns.outcome, NULL, max(asked.message_id)
+  FROM messages
+  JOIN history AS asked ON asked.message_id = messages.id
+  JOIN history AS other ON other.agent_id = asked.agent_id AND other.turn_no = asked.turn_no
+                       AND other.message_id IS NOT NULL
+  JOIN messages AS counted ON counted.id = other.message_id
+  JOIN turns ON turns.task = coalesce(counted.task, counted.id) AND turns.agent_id = asked.agent_id
+            AND turns.turn_no = asked.turn_no
+ WHERE (messages.id = :task OR messages.task = :task) AND turns.task <> :task
+   AND EXISTS (SELECT 1 FROM llm_calls WHERE llm_calls.agent_id = asked.agent_id
+                  AND llm_calls.turn_no = asked.turn_no AND llm_calls.task = :task)
+ GROUP BY turns.agent_id, turns.turn_no, turns.started_at, turns.ended_at, turns.outcome
+ UNION ALL
+SELECT agents.id, agents.turn_no, agents.turn_began, NULL, NULL, agents.state, max(asked.message_id)
+  FROM messages
+  JOIN history AS asked ON asked.message_id = messages.id
+  JOIN agents ON agents.id = asked.agent_id AND agents.turn_no = asked.turn_no
+ WHERE (messages.id = :task OR messages.task = :task) AND agents.task <> :task
+   AND EXISTS (SELECT 1 FROM llm_calls WHERE llm_calls.agent_id = asked.agent_id
+                  AND llm_calls.turn_no = asked.turn_no AND llm_calls.task = :task)
+ GROUP BY agents.id, agents.turn_no, agents.turn_began, agents.state
+"""
+_REQUEST_COLUMNS = """
+llm_calls.agent_id, llm_calls.turn_no, llm_calls.service, llm_calls.at, llm_calls.model_ms, llm_calls.input_tokens,
+llm_calls.output_tokens, llm_calls.cached_tokens, llm_calls.cost, llm_calls.outcome
+"""
+_SELECT_REQUESTS = f"""
+SELECT {_REQUEST_COLUMNS}
   FROM all_turns AS turns JOIN llm_calls ON llm_calls.agent_id = turns.agent_id AND llm_calls.turn_no = turns.turn_no
  WHERE turns.task = :task AND llm_calls.task = :task
  ORDER BY llm_calls.agent_id, llm_calls.turn_no, llm_calls.step_no, llm_calls.call_no
 """
-_SELECT_CALLS = """
-SELECT calls.agent_id, calls.turn_no, calls.call_id, calls.name, calls.state, calls.started_at, calls.ended_at
-  FROM all_turns AS turns JOIN calls ON calls.agent_id = turns.agent_id AND calls.turn_no = turns.turn_no
- WHERE turns.task = :task ORDER BY calls.agent_id, calls.turn_no, calls.step_no, calls.idx
+_SELECT_REQUESTS_OF_TURN = f"""
+SELECT {_REQUEST_COLUMNS} FROM llm_calls
+ WHERE agent_id = :agent_id AND turn_no = :turn_no AND task = :task ORDER BY step_no, call_no
+"""
+_CALL_COLUMNS = """
+calls.agent_id, calls.turn_no, calls.call_id, calls.name, calls.state, calls.started_at, calls.ended_at
+"""
+_JOIN_CALLS = """
+JOIN calls ON calls.agent_id = plans.agent_id AND calls.turn_no = plans.turn_no AND calls.step_no = plans.step_no
+"""
+_SELECT_CALLS = f"""
+SELECT {_CALL_COLUMNS}
+  FROM all_turns AS turns
+  JOIN plans ON plans.agent_id = turns.agent_id AND plans.turn_no = turns.turn_no
+  {_JOIN_CALLS}
+ WHERE turns.task = :task AND coalesce(plans.task, :task) = :task
+ ORDER BY calls.agent_id, calls.turn_no, calls.step_no, calls.idx
+"""
+_SELECT_CALLS_OF_TURN = f"""
+SELECT {_CALL_COLUMNS} FROM plans {_JOIN_CALLS}
+ WHERE plans.agent_id = :agent_id AND plans.turn_no = :turn_no AND plans.task = :task
+ ORDER BY calls.step_no, calls.idx
 """
 
 
@@ -364,10 +410,16 @@ def _read_messages(db: Connection, task_id: str) -> list[MessageNode]:
 
 
 def _read_turns(db: Connection, task_id: str) -> list[TurnNode]:
+    turns = db.execute(_SELECT_TURNS, {"task": task_id}).fetchall()
+    request_rows = db.execute(_SELECT_REQUESTS, {"task": task_id}).fetchall()
+    call_rows = db.execute(_SELECT_CALLS, {"task": task_id}).fetchall()
+    for moved in db.execute(_SELECT_MOVED_TURNS, {"task": task_id}).fetchall():
+        turns.append(moved)
+        turn = {"agent_id": moved[0], "turn_no": moved[1], "task": task_id}
+        request_rows += db.execute(_SELECT_REQUESTS_OF_TURN, turn).fetchall()
+        call_rows += db.execute(_SELECT_CALLS_OF_TURN, turn).fetchall()
     requests: dict[tuple[str, int], list[RequestRecord]] = {}
-    for agent_id, turn_no, service, at, ms, used, said, cached, cost, outcome in db.execute(
-        _SELECT_REQUESTS, {"task": task_id}
-    ):
+    for agent_id, turn_no, service, at, ms, used, said, cached, cost, outcome in request_rows:
         requests.setdefault((agent_id, turn_no), []).append(
             RequestRecord(
                 service=service,
@@ -381,7 +433,7 @@ def _read_turns(db: Connection, task_id: str) -> list[TurnNode]:
             )
         )
     calls: dict[tuple[str, int], list[TaskCall]] = {}
-    for agent_id, turn_no, call_id, name, state, started_at, ended_at in db.execute(_SELECT_CALLS, {"task": task_id}):
+    for agent_id, turn_no, call_id, name, state, started_at, ended_at in call_rows:
         calls.setdefault((agent_id, turn_no), []).append(
             TaskCall(
                 call_id=call_id,
@@ -402,9 +454,7 @@ def _read_turns(db: Connection, task_id: str) -> list[TurnNode]:
             requests=requests.get((agent_id, turn_no), ()),
             calls=calls.get((agent_id, turn_no), ()),
         )
-        for agent_id, turn_no, started_at, ended_at, outcome, agent_state, parent in db.execute(
-            _SELECT_TURNS, {"task": task_id}
-        ).fetchall()
+        for agent_id, turn_no, started_at, ended_at, outcome, agent_state, parent in turns
     ]
 
 
