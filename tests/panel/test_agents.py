@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,9 @@ async def test_an_event_of_an_undelivered_message_keeps_the_older_pages_and_the_
         await panel.society.pause(agent)
     for number in range(60):
         await panel.society.send(to="seer" if number == 30 else "bob", text=f"Number {number}")
+        sent = time.time_ns() // 1_000_000
+        while time.time_ns() // 1_000_000 == sent:  # the page orders messages of one millisecond as they come
+            await asyncio.sleep(0)
     await panel.society.terminate_agent("bob")
     page = await panel.open("#/dead")
     rows = page.locator(".screen .item")
