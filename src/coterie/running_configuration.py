@@ -150,7 +150,10 @@ class RunningConfiguration:
             await self.follow()
 
     async def _apply(self, settings: Settings, synchronized: Sequence[Problem] | None = None) -> Sequence[Problem]:
-        """Returns all problems. `synchronized`: those of the files; None: they are looked for."""
+        """Apply the settings to this process, and return all problems of files and settings.
+
+        `synchronized`: problems of the files that `synchronize` returned; None: `find_file_problems` looks for them.
+        """
         if synchronized is None:
             synchronized = await self._configuration.find_file_problems()
         config, before = settings.config, {entry.id: entry for entry in self.config.all_agents}
