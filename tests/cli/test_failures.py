@@ -126,6 +126,12 @@ def test_help_loads_no_packages_that_only_commands_need() -> None:
     assert _loaded_by("import sys; sys.argv[1:] = ['--help']; from coterie.cli import main; main()") & heavy == set()
 
 
+def test_a_client_of_a_running_server_loads_no_storage_engine() -> None:
+    engines = {"sqlite3", "psycopg", "coterie.society", "coterie.stores.sql.store", "starlette.routing"}
+
+    assert _loaded_by("import coterie.cli.client, coterie.cli.conversation") & engines == set()
+
+
 def _loaded_by(code: str) -> set[str]:
     script = f"{code}\nimport sys; print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

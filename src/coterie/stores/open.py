@@ -1,4 +1,7 @@
-"""Open the store and the blob store that `coterie.toml` names: SQLite by default, or PostgreSQL."""
+"""Open the store and the blob store that `coterie.toml` names: SQLite by default, or PostgreSQL.
+
+The engines are imported when they are needed: a command that only speaks HTTP starts in half the time without them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from coterie.agents import Agent
 from coterie.artifacts import BlobStore
@@ -17,10 +21,9 @@ from coterie.errors import ConfigError, Problem, StoreUnusable
 from coterie.store import Limits, worker_name
 from coterie.store_url import SQLITE
 from coterie.stores.blobs import FolderBlobStore, SharedFolderBlobStore
-from coterie.stores.sql.store import SqlStore
-from coterie.stores.sqlite import SqliteStore
-from coterie.stores.sqlite.connection import lock_owner_pid
-from coterie.stores.sqlite.engine import DATABASE
+
+if TYPE_CHECKING:
+    from coterie.stores.sql.store import SqlStore
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,8 @@ def growing_folder(folder: SocietyFolder, config: Config) -> Path | None:
 async def open_store(folder: SocietyFolder, config: Config, clock: Clock) -> tuple[SqlStore, BlobStore]:
     require_driver(config.store)
     if not is_shared(config):
+        from coterie.stores.sqlite import SqliteStore
+
         sqlite = await SqliteStore.open(
             folder.data, clock, limits=store_limits(config), durability=config.store.durability
         )
@@ -93,6 +98,8 @@ async def _open_blobs(store: SqlStore, open_blobs: Callable[[], BlobStore]) -> B
 
 def require_database(folder: SocietyFolder, config: Config) -> None:
     """Raise `StoreUnusable` if the society has not run yet, so that there is nothing to read."""
+    from coterie.stores.sqlite.engine import DATABASE
+
     if not is_shared(config) and not (folder.data / DATABASE).exists():
         raise StoreUnusable(f"the society in {folder.path} has not run yet: start it with coterie serve {folder.path}")
 
@@ -101,6 +108,8 @@ async def open_store_read_only(folder: SocietyFolder, config: Config, clock: Clo
     """Open both for reading only; other processes may run the society meanwhile."""
     require_driver(config.store)
     if not is_shared(config):
+        from coterie.stores.sqlite import SqliteStore
+
         return await SqliteStore.open_read_only(folder.data, clock), FolderBlobStore.open_read_only(folder.artifacts)
     from coterie.stores.postgres import PostgresStore
 
@@ -112,6 +121,8 @@ async def open_store_read_only(folder: SocietyFolder, config: Config, clock: Clo
 
 def owner_pid(folder: SocietyFolder) -> int | None:
     """Pid of the process that runs the society; -1 if unknown, None if no process runs it. SQLite only."""
+    from coterie.stores.sqlite.connection import lock_owner_pid
+
     return lock_owner_pid(folder.data)
 
 
