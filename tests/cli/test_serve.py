@@ -118,14 +118,14 @@ def test_a_second_signal_ends_the_server_at_once_and_logs_undelivered_messages(f
 
 @pytest.mark.slow
 def test_a_long_stop_logs_its_progress_every_second(folder: Path) -> None:
-    schedule(folder, 50_000)
+    schedule(folder, 20_000)
 
     with ServeProcess(folder) as society:
         society.send_signal(signal.SIGTERM)
         society.wait_for_log("delayed messages left to deliver")
         assert society.wait() == 0
 
-    assert len(waiting(folder)) == 50_000
+    assert len(waiting(folder)) == 20_000
 
 
 @pytest.mark.slow
