@@ -6,11 +6,13 @@ import os
 import resource
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -118,14 +120,16 @@ def test_a_second_signal_ends_the_server_at_once_and_logs_undelivered_messages(f
 
 @pytest.mark.slow
 def test_a_long_stop_logs_its_progress_every_second(folder: Path) -> None:
-    schedule(folder, 20_000)
+    schedule(folder, 100)
 
-    with ServeProcess(folder) as society:
+    with ServeProcess(folder) as society, closing(sqlite3.connect(folder / "data" / "coterie.db")) as other:
+        other.execute("BEGIN IMMEDIATE")  # nothing can be delivered until this ends
         society.send_signal(signal.SIGTERM)
-        society.wait_for_log("delayed messages left to deliver")
+        society.wait_for_log("100 delayed messages left to deliver")
+        other.rollback()
         assert society.wait() == 0
 
-    assert len(waiting(folder)) == 20_000
+    assert len(waiting(folder)) == 100
 
 
 @pytest.mark.slow
