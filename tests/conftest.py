@@ -57,8 +57,9 @@ LONGEST = (
     {"test_shared.py", "test_kill_cycles.py"},  # not at the same time: their kills depend on CPU time
     {"test_crash_images.py", "test_canary.py"},
     {"test_simulator.py", "test_history_fuzz.py", "test_bus_model.py"},
+    {"test_failpoints.py", "test_door_kills.py", "test_pruning.py", "test_mcp_sampling.py"},
 )
-"""The files that each of three test processes starts with. Short tests at the end balance the load."""
+"""The files that each of four test processes starts with. Short tests at the end balance the load."""
 PEOPLE = [Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada"), Agent(id="bob", name="Bob")]
 
 

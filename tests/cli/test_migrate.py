@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -164,9 +165,12 @@ def test_commands_refuse_a_postgresql_database_of_a_newer_version(shared: Path, 
 
 
 def test_an_unreachable_database_is_a_one_line_error_without_the_password(folder: Path) -> None:
-    (folder / "coterie.toml").write_text('[store]\nurl = "postgresql://me:hidden@127.0.0.1:1/x"\n')
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # no other program can listen there
+        url = f"postgresql://me:hidden@127.0.0.1:{bound.getsockname()[1]}/x"
+        (folder / "coterie.toml").write_text(f'[store]\nurl = "{url}"\n')
 
-    failure = coterie("migrate", "--dir", folder).failure
+        failure = coterie("migrate", "--dir", folder).failure
 
     assert "cannot be used (Connection refused): no server listens there" in failure
     assert "hidden" not in failure
