@@ -135,15 +135,46 @@ class BudgetRequest(Schema):
     used: BudgetUsed
 
 
+class ApprovalRequest(Schema):
+    """A tool call to approve. Quick reply 0 approves it, 1 denies it."""
+
+    call_id: str
+    tool: str
+    arguments: Annotated[dict[str, Any], Meta(description="All of them, or how they begin and then `argumentsRef`.")]
+    arguments_ref: Annotated[str, Meta(description="The artifact that has all arguments.")] | UnsetType = UNSET
+    arguments_sha256: str | UnsetType = UNSET
+
+
+class AgentProblem(Schema):
+    """Why an agent is blocked or waits for a retry, for clients with a language of their own."""
+
+    category: Annotated[
+        str,
+        Meta(
+            description="auth, quota, daily_limit, rate_limit, network, timeout, server, malformed, model, request,"
+            " context_length, content, no_service, no_agent, silent, runtime, budget, damaged"
+        ),
+    ]
+    service: str | UnsetType = UNSET
+    status: Annotated[int, Meta(description="HTTP status of the model service.")] | UnsetType = UNSET
+    retry_at: Time | UnsetType = UNSET
+
+
+class ProblemNotice(AgentProblem):
+    """Which agent cannot go on, and why."""
+
+    agent: str | UnsetType = UNSET
+
+
 class Payload(Schema):
     """The content of a message. Senders may add fields of their own."""
 
     text: str | UnsetType = UNSET
     attachments: list[Attachment] | UnsetType = UNSET
     quick_replies: list[str] | UnsetType = UNSET
-    approval: Annotated[Any, Meta(description="A tool call to approve: `callId`, `tool`, `arguments`.")] = UNSET
+    approval: ApprovalRequest | UnsetType = UNSET
     budget: BudgetRequest | UnsetType = UNSET
-    problem: Annotated[Any, Meta(description="On a notice of the runtime: `agent` is the agent concerned.")] = UNSET
+    problem: Annotated[ProblemNotice, Meta(description="On a notice of the runtime.")] | UnsetType = UNSET
 
 
 # A plain dict: decoding it as the struct would drop the fields that senders added.
@@ -337,21 +368,6 @@ _PHASES: dict[agents.AgentState, Phase] = {
     "wait_approval": "approval",
     "wait_retry": "retry",
 }
-
-
-class AgentProblem(Schema):
-    """Why an agent is blocked or waits for a retry, for clients with a language of their own."""
-
-    category: Annotated[
-        str,
-        Meta(
-            description="auth, quota, daily_limit, rate_limit, network, timeout, server, malformed, model, request,"
-            " context_length, content, no_service, no_agent, silent, runtime, budget, damaged"
-        ),
-    ]
-    service: str | UnsetType = UNSET
-    status: Annotated[int, Meta(description="HTTP status of the model service.")] | UnsetType = UNSET
-    retry_at: Time | UnsetType = UNSET
 
 
 _decode_problem = msgspec.json.Decoder(AgentProblem).decode

@@ -128,7 +128,7 @@ class TokenDetails(OpenAISchema, kw_only=True):
     cached_tokens: int
 
 
-class Usage(OpenAISchema, kw_only=True):
+class CompletionUsage(OpenAISchema, kw_only=True):
     """Tokens of all requests to models that the task has needed so far, by all agents."""
 
     prompt_tokens: int
@@ -137,7 +137,7 @@ class Usage(OpenAISchema, kw_only=True):
     prompt_tokens_details: TokenDetails
 
     @classmethod
-    def of(cls, task: Task) -> Usage:
+    def of(cls, task: Task) -> CompletionUsage:
         return cls(
             prompt_tokens=task.input_tokens,
             completion_tokens=task.output_tokens,
@@ -166,7 +166,7 @@ class ChatCompletion(OpenAISchema, kw_only=True):
     created: int
     model: str
     choices: list[Choice]
-    usage: Usage
+    usage: CompletionUsage
     coterie: Extra
 
 
@@ -286,7 +286,7 @@ def _completion(
                 finish_reason=cast(Any, outcome.finish_reason),
             )
         ],
-        usage=Usage.of(outcome.task),
+        usage=CompletionUsage.of(outcome.task),
         coterie=make_extra(answers, outcome, sent, ignored),
     )
     return json_response(completion)
@@ -323,7 +323,7 @@ class _ChunkWriter:
         extra = make_extra(outcome.answers, outcome, self._sent, self._ignored)
         yield self._chunk({}, outcome.finish_reason, coterie=extra)
         if self._wants_usage and outcome.task:
-            yield frame(self._head | {"choices": [], "usage": Usage.of(outcome.task)})
+            yield frame(self._head | {"choices": [], "usage": CompletionUsage.of(outcome.task)})
         yield DONE_FRAME
 
     def _write(self, piece: Piece) -> list[bytes]:

@@ -132,7 +132,7 @@ class IncompleteDetails(OpenAISchema, kw_only=True):
     reason: Literal["max_output_tokens", "content_filter"]
 
 
-class Response(OpenAISchema, kw_only=True):
+class ModelResponse(OpenAISchema, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
@@ -166,7 +166,7 @@ class Response(OpenAISchema, kw_only=True):
 )
 async def create_response(
     request: Request, body: ResponseRequest, idempotency_key: Annotated[Id | None, Header()] = None
-) -> Response | HttpResponse:
+) -> ModelResponse | HttpResponse:
     """The rules of chat completions hold. With `background` the answer comes at once, and a GET returns the rest."""
     society, caller = cast(Society, request.app.state.society), caller_of(request)
     asking, streams = cast(Asking, request.app.state.asking), cast(TaskStreams, request.app.state.task_streams)
@@ -227,7 +227,7 @@ async def get_response(
     caller: CallerDep,
     stream: bool = False,
     starting_after: Annotated[int, Meta(description="Not supported: a stream begins with its start.")] | None = None,
-) -> Response | HttpResponse:
+) -> ModelResponse | HttpResponse:
     """With `stream` its events from the start, until it has ended."""
     if starting_after is not None:
         raise Refused(
@@ -242,7 +242,7 @@ async def get_response(
 
 
 @router.post("/responses/{response_id}/cancel", summary="Stop everything that a response set off")
-async def cancel_response(request: Request, response_id: str, caller: CallerDep) -> Response:
+async def cancel_response(request: Request, response_id: str, caller: CallerDep) -> ModelResponse:
     """What tools have done stays done. A response that has ended stays as it is. Idempotent."""
     streams = cast(TaskStreams, request.app.state.task_streams)
     asked = await _find_asked(streams, caller, response_id, "response_id")
@@ -305,13 +305,13 @@ class _ResponseRenderer:
                 return "cancelled" if self.asked.state in ("withdrawn", "dead") else "failed"
         return "completed" if outcome.finish_reason == "stop" else "incomplete"
 
-    def render(self, outcome: Outcome, *, is_over: bool = False, ids: dict[str, str] | None = None) -> Response:
+    def render(self, outcome: Outcome, *, is_over: bool = False, ids: dict[str, str] | None = None) -> ModelResponse:
         """`ids`: by message, the item id under which it was streamed."""
         status = self.status(outcome, is_over=is_over)
         failure = outcome.failure() if status == "failed" else None
         reasons: dict[str, Any] = {"length": "max_output_tokens", "content_filter": "content_filter"}
         has_ended = status not in ("queued", "in_progress")
-        return Response(
+        return ModelResponse(
             id=PREFIX + self.asked.id,
             created_at=to_ms(self.asked.created_at) // 1000,
             completed_at=to_ms(outcome.task.last_at) // 1000 if outcome.task and has_ended else None,
