@@ -10,9 +10,10 @@ import contextlib
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -334,6 +335,7 @@ class LlmHandler:
     # The model
 
     async def _ask(self, claim: Claim, profile: Profile, turn: RunningTurn) -> Event:
+        asked = self._services_of(claim.agent_id)
         try:
             answer = await self._answer(claim, profile, turn)
         except StaleClaim:
@@ -345,6 +347,9 @@ class LlmHandler:
         except ServiceError as error:
             log.warning("%s got no answer: %s", claim.agent_id, error)
             failed = classify_failure(error, claim.model_failures, random.random())
+            if failed.recovery == "block" and self._services_of(claim.agent_id) != asked:
+                # The cause may be gone, and nothing would unblock the agent: the change was applied before it blocks.
+                failed = msgspec.structs.replace(failed, recovery="retry", delay=timedelta(0))
             if failed.recovery == "retry":
                 with contextlib.suppress(Refused):  # a reload may have removed its service
                     self._model_metrics.count_retry(self._directory.service_of(claim.agent_id).id, error)
@@ -379,6 +384,13 @@ class LlmHandler:
             attachments=attachments,
             cut_off=_CUT_OFF.get(answer.finish_reason),
         )
+
+    def _services_of(self, agent_id: str) -> Sequence[ServiceEntry]:
+        """Return the service of the agent and its fallbacks; nothing if it has no service."""
+        try:
+            return self._models.entries_of(self._directory.service_of(agent_id).id)
+        except Refused:
+            return ()
 
     async def _fit_text(
         self, claim: Claim, text: str, files: tuple[InlineFile, ...] = ()
