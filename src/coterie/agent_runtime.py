@@ -61,6 +61,7 @@ from coterie.llm.service import Capabilities, LLMService, PermanentError, Sampli
 from coterie.messages import PERSON, Payload, Receipt
 from coterie.redaction import find_secrets
 from coterie.running_configuration import RunningConfiguration
+from coterie.store import Event
 from coterie.stores.open import is_shared
 from coterie.stores.sql.store import SqlStore
 from coterie.supervision import Shutdown, supervise
@@ -399,8 +400,8 @@ class AgentRuntime:
         async def ask(text: str, quick_replies: list[str]) -> str | None:
             with timer.paused():
                 position = await self._store.last_event()
-                question = (await send(PERSON, {"text": text}, quick_replies=quick_replies)).message_id
-                return await self._wait_for_answer(profile.id, question, position)
+                await send(PERSON, {"text": text}, quick_replies=quick_replies)
+                return await self._wait_for_answer(profile.id, position)
 
         return ToolContext(
             ask=ask,
@@ -421,18 +422,30 @@ class AgentRuntime:
         except Refused:
             return Capabilities(input=frozenset(), output=frozenset())
 
-    async def _wait_for_answer(self, agent_id: str, question: str, position: int) -> str | None:
+    async def _wait_for_answer(self, agent_id: str, position: int) -> str | None:
         """Return the text of the person's next message to the agent. None: there was none within `MAX_ANSWER_WAIT`.
 
         The message reaches the agent too, like every other. `position`: last event before the question.
         """
-        with contextlib.suppress(TimeoutError, Lagged):
-            async with asyncio.timeout(MAX_ANSWER_WAIT.total_seconds()), self._bus.watch(position) as watcher:
-                async for event in watcher:
-                    message = await self._store.message(event.subject) if event.kind == "message.created" else None
-                    if message and (message.sender, message.to) == (PERSON, agent_id):
-                        return str(message.payload.get("text", ""))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MAX_ANSWER_WAIT.total_seconds()):
+                while True:
+                    try:
+                        async with self._bus.watch(position) as watcher:
+                            async for event in watcher:
+                                position = event.seq
+                                if (text := await self._read_answer(event, agent_id)) is not None:
+                                    return text
+                        return None  # the society stops
+                    except Lagged:  # many events came at once: go on behind those that were read
+                        continue
         return None
+
+    async def _read_answer(self, event: Event, agent_id: str) -> str | None:
+        """Return the text of the message that the event announces, if the person sent it to the agent."""
+        message = await self._store.message(event.subject) if event.kind == "message.created" else None
+        is_answer = message is not None and (message.sender, message.to) == (PERSON, agent_id)
+        return str(message.payload.get("text", "")) if message and is_answer else None
 
 
 async def read_directory(folder: SocietyFolder, settings: Settings, store: SqlStore, clock: Clock) -> AgentDirectory:
