@@ -13,6 +13,7 @@ from coterie import Refused, Society
 from coterie.errors import CoterieError
 from coterie.testing import Calls, Says
 from coterie.testing.model_faults import stall
+from coterie.testing.model_server import CustomReply, ServerConnection
 from tests.agent.stage import stage
 from tests.faults.harness import scaled_timeout
 
@@ -89,6 +90,23 @@ async def test_terminating_an_agent_ends_its_children_and_its_turn(tmp_path: Pat
             assert await refused(here.society.send(to=gone, text="hello?")) == ("recipient_terminated", 410)
         assert list(here.society.agents) == ["bob"]
         await asyncio.wait_for(here.society.stop(), scaled_timeout(10))  # there is no turn left to wait for
+
+
+async def test_an_agent_that_terminates_its_child_ends_the_request_of_the_child(tmp_path: Path) -> None:
+    closed = asyncio.Event()
+
+    async def silent(wire: ServerConnection) -> None:
+        await wire.wait_for_close()
+        closed.set()
+
+    async with stage(tmp_path) as here:
+        await here.society.create_agent(id="child", parent="ada")
+        here.server.script(CustomReply(silent), Says(calls=(Calls("terminate_agent", {"id": "child"}),)), "done")
+        await here.say("hello", to="child")
+        await here.server.wait_for_request()
+        await here.say("end your child")
+        async with asyncio.timeout(scaled_timeout(10)):
+            await closed.wait()
 
 
 async def test_a_terminated_agent_of_the_file_stays_terminated_after_a_restart(tmp_path: Path) -> None:

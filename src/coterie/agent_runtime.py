@@ -242,10 +242,7 @@ class AgentRuntime:
         await self._agents.refresh_directory()
 
     async def terminate_agent(self, agent_id: str) -> Sequence[str]:
-        terminated = await self._agents.terminate(agent_id, by=PERSON)
-        for terminated_id in terminated:
-            self._handler.stop_turn(terminated_id)
-        return terminated
+        return await self._agents.terminate(agent_id, by=PERSON)
 
     def system_prompt(self, agent_id: str) -> str:
         return self._handler.system_prompt(self.directory.profile(agent_id))

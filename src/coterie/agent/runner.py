@@ -192,7 +192,7 @@ class LlmHandler:
         except StaleClaim as stale:
             with log_context(agent=claim.agent_id, message=claim.cause, turn=claim.turn_no):
                 if turn.is_ended:
-                    log.info("%s: the turn was ended with its task", claim.agent_id)
+                    log.info("%s: the turn was ended with its task or its agent", claim.agent_id)
                 else:
                     log.warning("%s; the last step of this worker is discarded", stale)
             await self._count_refused(claim, result)
@@ -249,7 +249,10 @@ class LlmHandler:
         return True
 
     def drop_turn(self, agent_id: str, epoch: int) -> None:
-        """Cancel the action of a turn that was ended in the store. `epoch`: claims before it are stale."""
+        """Cancel the action of a turn that was ended in the store, with its task or agent.
+
+        `epoch`: claims before it are stale.
+        """
         turn = self._turns.get(agent_id)
         if turn is not None and turn.epoch < epoch:
             turn.is_ended = turn.is_stopping = True

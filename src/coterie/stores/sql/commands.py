@@ -164,6 +164,7 @@ def terminate(db: Connection, uow: UnitOfWork, agent_id: str) -> None:
     if mailbox.state == "terminated":
         return
     TurnTransaction(db, uow, agent_id, Rules()).terminate()
+    uow.ended_epochs[agent_id] = mailbox.epoch
     mailbox.state, mailbox.runnable_at, mailbox.waiting, mailbox.waiting_bytes = "terminated", None, 0, 0
     for row in db.execute(_SELECT_WAITING, {"recipient": agent_id}).fetchall():
         uow.dead_letter(StoredMessage._make(row), "recipient_terminated")
