@@ -351,6 +351,33 @@ async def test_half_open_one_request_probes_and_the_others_wait_for_its_end() ->
     assert await asyncio.gather(*others) == [[Completion(text="ok", service="main")]] * 3
 
 
+async def test_the_others_start_when_the_probe_has_its_first_text() -> None:
+    harness = Harness(service("main"))
+    await fail(harness, "main", MAX_FAILURES)
+    await harness.clock.advance(seconds=FIRST_OPEN_SECONDS)
+    event = asyncio.Event()
+    harness.fakes["main"].script(TextDelta("ba"), gate(event), DOWN)
+
+    probe = asyncio.create_task(harness.ask("main", HELLO))
+    await settle()
+    assert await harness.ask("main", HELLO) == [Completion(text="ok", service="main")]
+    event.set()
+    with pytest.raises(TransientError):
+        await probe
+
+
+async def test_a_probe_that_breaks_off_opens_the_circuit_again() -> None:
+    harness = Harness(service("main"))
+    await fail(harness, "main", MAX_FAILURES)
+    await harness.clock.advance(seconds=FIRST_OPEN_SECONDS)
+    harness.fakes["main"].script(TextDelta("ba"), DOWN)
+
+    with pytest.raises(TransientError):
+        await harness.ask("main", HELLO)
+    with pytest.raises(CircuitOpen):
+        await harness.ask("main", HELLO)
+
+
 async def test_requests_that_waited_for_a_failed_probe_fail_with_the_time_of_the_next_one() -> None:
     harness = Harness(service("main", max_concurrent_requests=2))
     await fail(harness, "main", MAX_FAILURES)

@@ -94,6 +94,11 @@ class CircuitBreaker:
         self._probe_at = None
         self._no_probe.set()
 
+    def end_probe(self) -> None:
+        """The probe has begun to answer: let others through. The next failure without a success opens again."""
+        self._failures, self._probe_at = self._max_failures - 1, None
+        self._no_probe.set()
+
     def record_failure(self, now: float, *, probe: bool) -> None:
         # Requests that started before the breaker opened fail for the same cause; do not count them again.
         if self._probe_at is not None and not probe:
@@ -285,6 +290,9 @@ class ModelGateway:
             piece = await _first(pieces, limit)
             if piece is not None:
                 measurement.observe_first_piece()
+                if probe:  # an answer may take minutes
+                    breaker.end_probe()
+                    probe = False
             while piece is not None:
                 if isinstance(piece, Completion):
                     breaker.record_success()
