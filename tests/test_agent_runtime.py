@@ -11,6 +11,7 @@ import pytest
 
 from coterie import Refused, Society
 from coterie.errors import CoterieError
+from coterie.messages import MAX_PAYLOAD_BYTES
 from coterie.testing import Calls, Says
 from coterie.testing.model_faults import stall
 from coterie.testing.model_server import CustomReply, ServerConnection
@@ -227,3 +228,18 @@ async def test_a_tool_sends_recurring_messages(tmp_path: Path, tool: str, text: 
     assert (result["refused"], result["state"], result["scheduleId"]) == ("every_invalid", "delayed", schedule.id)
     assert (schedule.sender, schedule.to, schedule.payload) == ("ada", "bob", {"text": text})
     assert schedule.every == "weekdays 08:00 Europe/Berlin"
+
+
+async def test_a_spawned_agent_is_named_although_its_task_could_not_be_sent(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        here.server.script(
+            Says(calls=(Calls("create_role", {"name": "helper", "prompt": "You help."}),)),
+            Says(calls=(Calls("spawn_agent", {"role": "helper", "id": "zoe", "task": "x" * (MAX_PAYLOAD_BYTES + 1)}),)),
+            "done",
+        )
+        await here.say("get help")
+        await here.heard()
+        _, spawned = [json.loads(row.text) for row in await here.society.store.history("ada") if row.role == "tool"]
+
+        assert "zoe" in list(here.society.agents)
+        assert spawned["id"] == "zoe" and spawned["taskNotSent"]["error"] == "payload_too_large"
