@@ -1,12 +1,17 @@
-"""What agents do while their service fails, recovers, or is repaired during a request."""
+"""What agents do while their service or the store fails, recovers, or is repaired during a request."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
+from coterie.artifacts import Artifact
+from coterie.errors import StoreUnavailable
 from coterie.llm.gateway import FIRST_OPEN_SECONDS, MAX_FAILURES
-from coterie.testing import FakeClock, Status
+from coterie.testing import Calls, FakeClock, Says, Status
 from coterie.testing.model_server import CustomReply, ReceivedRequest, Reply, ServerConnection, chunk
 from tests.agent.stage import stage
 from tests.agent.tool_calls import HANG_SECONDS
@@ -70,3 +75,32 @@ async def test_an_agent_is_not_blocked_by_an_error_of_the_service_as_it_was_befo
 
         assert await here.texts() == ["ok"]
         assert here.server.requests[-1].headers["authorization"] == "Bearer a-new-key"
+
+
+async def test_an_outage_of_the_store_while_an_attachment_is_looked_up_is_no_crash_of_the_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, failures = FakeClock(), list[str]()
+    async with stage(tmp_path, clock=clock) as here, asyncio.timeout(HANG_SECONDS):
+        artifacts = here.society.store.artifacts
+        kept = await here.society.artifacts.put(b"a plan", "plan.txt")
+
+        async def fail_at_first(refs: Sequence[str]) -> Mapping[str, Artifact]:
+            if len(failures) < 4:
+                failures.extend(refs)
+                raise StoreUnavailable("the database cannot be reached")
+            return await artifacts(refs)
+
+        def forward(request: ReceivedRequest) -> Reply:
+            monkeypatch.setattr(here.society.store, "artifacts", fail_at_first)
+            payload = {"text": "Here.", "attachments": [{"artifactRef": kept.ref}]}
+            return Says(calls=(Calls("send_message", {"to": "user", "payload": payload}),))
+
+        here.server.script(forward, "")
+        await here.say("send it back", attachments=[kept.ref])
+        heard = asyncio.create_task(here.texts())
+        while not heard.done():
+            await clock.advance(seconds=1)
+            await asyncio.sleep(0)
+
+        assert await heard == ["Here."]

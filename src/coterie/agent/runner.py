@@ -306,7 +306,7 @@ class LlmHandler:
         if self._follow_configuration:
             await self._retry_store(claim, self._follow_configuration)
         try:
-            profile = await self._profile(claim.agent_id)
+            profile = await self._retry_store(claim, partial(self._profile, claim.agent_id))
         except Refused:
             message = "I am no longer described in coterie.toml: put me back there, then resume me"
             return ActionResult(event=ModelFailed(message=message, recovery="block", category="no_agent"))
@@ -607,9 +607,8 @@ class LlmHandler:
 
     async def _send(self, claim: Claim, index: int, call: ToolCall, key: str) -> ActionResult:
         try:
-            envelope = await self._bus.describe_attachments(
-                build_envelope(claim.agent_id, call.arguments, key=key, cause=claim.cause)
-            )
+            built = build_envelope(claim.agent_id, call.arguments, key=key, cause=claim.cause)
+            envelope = await self._retry_store(claim, lambda: self._bus.describe_attachments(built))
             self._check_pair_rate(envelope)
         except Refused as refusal:
             return ActionResult(event=CallEnded(index=index, ok=False, result=refusal.to_json()))
