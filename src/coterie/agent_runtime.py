@@ -23,6 +23,7 @@ from coterie.agent.context_window import estimate_tokens, mail_budget
 from coterie.agent.mcp import McpServers
 from coterie.agent.mcp_connection import secrets_of
 from coterie.agent.runner import LlmHandler
+from coterie.agent.running_call import STORE_RETRY_DELAY
 from coterie.agent.scheduler import MAX_TURNS, Scheduler, ServiceAdmission
 from coterie.agent.service import AgentDirectory, AgentService
 from coterie.agent.toolbox import ListedTool, Toolbox
@@ -36,7 +37,7 @@ from coterie.bus import MessageBus
 from coterie.clock import Clock
 from coterie.config import CONFIG_FILE, AgentEntry, Config, SocietyFolder, unknown_service
 from coterie.configuration import Settings
-from coterie.errors import Lagged, Problem, Refused
+from coterie.errors import Lagged, Problem, Refused, StoreUnavailable
 from coterie.files import DiskMonitor
 from coterie.ids import new_id
 from coterie.live import LiveReplies
@@ -430,12 +431,14 @@ class AgentRuntime:
                     try:
                         async with self._bus.watch(position) as watcher:
                             async for event in watcher:
-                                position = event.seq
                                 if (text := await self._read_answer(event, agent_id)) is not None:
                                     return text
+                                position = event.seq
                         return None  # the society stops
                     except Lagged:  # many events came at once: go on behind those that were read
                         continue
+                    except StoreUnavailable:
+                        await self._clock.sleep(STORE_RETRY_DELAY)
         return None
 
     async def _read_answer(self, event: Event, agent_id: str) -> str | None:
