@@ -243,3 +243,16 @@ async def test_a_spawned_agent_is_named_although_its_task_could_not_be_sent(tmp_
 
         assert "zoe" in list(here.society.agents)
         assert spawned["id"] == "zoe" and spawned["taskNotSent"]["error"] == "payload_too_large"
+
+
+async def test_no_agent_is_made_below_an_agent_that_is_terminated_meanwhile(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        society = here.society
+        for number in range(5):
+            top, below = f"top{number}", f"below{number}"
+            await society.create_agent(id=top)
+            await asyncio.gather(
+                society.terminate_agent(top), society.create_agent(id=below, parent=top), return_exceptions=True
+            )
+            made = await society.store.agent(below)
+            assert made is None or made.state == "terminated"
