@@ -184,10 +184,15 @@ class AgentDirectory:
         """Return the ids of agents whose models have the capability."""
         return [agent for agent in self if self.capabilities_of(agent).has(capability, direction)]
 
-    async def readers_of(self, kind: ArtifactType, size: int) -> Sequence[str]:
+    async def readers_of(self, kind: ArtifactType, size: int, mime_type: str = "") -> Sequence[str]:
         """Return the ids of agents whose models read a file of that type and size natively."""
-        able = await self.with_capability(CAPABILITY_BY_TYPE[kind])
-        return [agent for agent in able if size <= self.service_of(agent).limits.for_type(kind)]
+        needed = CAPABILITY_BY_TYPE[kind]
+        entries = {agent: self.service_of(agent) for agent in await self.with_capability(needed)}
+        return [
+            agent
+            for agent, entry in entries.items()
+            if size <= entry.limits.for_type(kind) and self._learned_limits.takes_type(entry, needed, mime_type)
+        ]
 
 
 MAX_CHILDREN = 64

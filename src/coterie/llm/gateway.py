@@ -21,7 +21,7 @@ from coterie.clock import Clock
 from coterie.llm.call_metrics import ModelCallMetrics
 from coterie.llm.concurrency import ServiceQueue, ServiceQueues
 from coterie.llm.config import ServiceEntry, ServiceRegistry
-from coterie.llm.learned_limits import LearnedLimits
+from coterie.llm.learned_limits import LearnedLimits, type_limit
 from coterie.llm.routing import CapabilityRouter, required_capabilities
 from coterie.llm.service import (
     CircuitOpen,
@@ -343,11 +343,13 @@ class ModelGateway:
     def _learn_limit(
         self, error: UnsupportedCapability, entry: ServiceEntry, sent: ModelRequest, refused: set[str]
     ) -> bool:
-        """Record the refused capability. False if the request did not use it, so a retry would be the same."""
-        if error.capability in refused or error.capability not in required_capabilities(sent):
+        """Record what was refused. False if the request did not use it, so a retry would be the same."""
+        limits = {type_limit(error.capability, one) for one in error.types} or {error.capability}
+        if limits <= refused or error.capability not in required_capabilities(sent):
             return False
-        refused.add(error.capability)
-        self._learned_limits.record(entry, error.capability, str(error))
+        refused |= limits
+        for limit in sorted(limits):
+            self._learned_limits.record(entry, limit, str(error))
         return True
 
     def _retry_pause(

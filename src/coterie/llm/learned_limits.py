@@ -70,9 +70,15 @@ def _read(file: Path, kind: type[dict[str, _Record[T]]]) -> dict[str, _Record[T]
         return {}
 
 
+def type_limit(capability: str, mime_type: str) -> str:
+    """Return the name of a limit for one type of file: the service takes others."""
+    return f"{capability}:{mime_type}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedLimit:
     capability: str
+    """A capability, or a `type_limit`."""
     source: str
     """The provider's error message."""
     at: datetime
@@ -96,6 +102,10 @@ class LearnedLimits:
 
     def is_refused(self, entry: ServiceEntry, capability: str) -> bool:
         return capability in self._current(entry)
+
+    def takes_type(self, entry: ServiceEntry, capability: str, mime_type: str) -> bool:
+        """True unless the service refused files of this type."""
+        return not self.is_refused(entry, type_limit(capability, mime_type))
 
     def effective_capabilities(self, entry: ServiceEntry) -> Capabilities:
         """Return the declared capabilities without the refused ones."""

@@ -47,7 +47,7 @@ _ESCAPED = re.compile("[<>\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff
 
 
 class Readers(Protocol):
-    async def readers_of(self, kind: ArtifactType, size: int) -> Sequence[str]:
+    async def readers_of(self, kind: ArtifactType, size: int, mime_type: str = "") -> Sequence[str]:
         """Return the live agents whose models accept such a file as bytes."""
         ...
 
@@ -71,7 +71,7 @@ class ContentAdapter:
         """
         capable: list[str] = []
         if reason != "missing":
-            readers = await self._readers.readers_of(attachment.type, attachment.size)
+            readers = await self._readers.readers_of(attachment.type, attachment.size, attachment.mime_type)
             capable = [agent for agent in readers if agent != agent_id][:MAX_CAPABLE_AGENTS]
         description: dict[str, Any] = {
             "artifactRef": attachment.artifact_ref,
@@ -195,7 +195,9 @@ class CapabilityRouter:
         )
         limit = entry.limits.for_type(verified.type)
         capabilities = self._learned_limits.effective_capabilities(entry)
-        if not capabilities.has(CAPABILITY_BY_TYPE[verified.type], "input"):
+        needed = CAPABILITY_BY_TYPE[verified.type]
+        is_taken = self._learned_limits.takes_type(entry, needed, verified.mime_type)
+        if not is_taken or not capabilities.has(needed, "input"):
             return await describe(verified, "ability")
         if verified.size > limit:
             return await describe(verified, "size", limit=limit)

@@ -15,7 +15,7 @@ import msgspec
 from coterie.clock import Clock, SystemClock
 from coterie.llm.providers import errors
 from coterie.llm.providers.errors import RequestContext
-from coterie.llm.providers.openai import Dialect, call_ids, capabilities_sent, names_by_api_name
+from coterie.llm.providers.openai import Dialect, call_ids, capabilities_sent, file_types_sent, names_by_api_name
 from coterie.llm.providers.openai_stream import CompletionBuilder, ResponseReader, stream_completion
 from coterie.llm.service import (
     DEFAULT_SAMPLING,
@@ -87,7 +87,7 @@ class AnyLLMService:
         return self._id
 
     async def generate(self, request: ModelRequest) -> AsyncIterator[TextDelta | Completion]:
-        context = replace(self._context, capabilities=capabilities_sent(request))
+        context = replace(self._context, capabilities=capabilities_sent(request), file_types=file_types_sent(request))
         builder = CompletionBuilder(taken_ids=call_ids(request), tool_names=names_by_api_name(request.tools))
         reader = ResponseReader(context, builder, self._clock.now())
         async with self._client_lock:
