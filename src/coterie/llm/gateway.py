@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import timedelta
+from hashlib import sha256
 
 from msgspec.structs import replace
 
@@ -21,8 +22,8 @@ from coterie.clock import Clock
 from coterie.llm.call_metrics import ModelCallMetrics
 from coterie.llm.concurrency import ServiceQueue, ServiceQueues
 from coterie.llm.config import ServiceEntry, ServiceRegistry
-from coterie.llm.learned_limits import LearnedLimits, type_limit
-from coterie.llm.routing import CapabilityRouter, required_capabilities
+from coterie.llm.learned_limits import LearnedLimits, content_limit, type_limit
+from coterie.llm.routing import CapabilityRouter, newest_files, required_capabilities
 from coterie.llm.service import (
     CircuitOpen,
     Completion,
@@ -345,6 +346,9 @@ class ModelGateway:
     ) -> bool:
         """Record what was refused. False if the request did not use it, so a retry would be the same."""
         limits = {type_limit(error.capability, one) for one in error.types} or {error.capability}
+        if error.is_content:
+            files = newest_files(sent, error.capability)
+            limits = {content_limit(error.capability, sha256(file.data).hexdigest()) for file in files}
         if limits <= refused or error.capability not in required_capabilities(sent):
             return False
         refused |= limits

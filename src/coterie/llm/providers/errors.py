@@ -64,6 +64,12 @@ _REFUSAL = re.compile(
 _REFUSAL_STATUSES = (400, 404, 415, 422, 500, 501)
 _REFUSED_TYPE = re.compile(r"(?:unsupported|not support)[^.;]{0,40}?([a-z]+/[a-z0-9][\w.+-]*)")
 _TAKEN_TYPES = re.compile(r"\b(?:formats?|types?)\b[^.;]{0,60}(?:png|jpe?g|gif|webp|pdf|wav|mp3)")
+_BAD_CONTENT = re.compile(
+    r"(could not|unable to|failed to) (be )?(process|load|read|parse|decode|open|identify)"
+    r"|not (represent )?a valid (image|audio|pdf|file|document)|corrupt|dimensions"
+    r"|\b(image|audio|file|document|pdf)\b.{0,20} exceeds?\b",
+    re.I,
+)
 _CAPABILITY_WORDS = {
     # First: an error about an answer format may name tools too.
     "structured_output": re.compile(r"response_format|json_schema|structured output|grammar", re.I),
@@ -184,6 +190,11 @@ def _classify(context: RequestContext, response: ErrorResponse, now: datetime) -
         advice = f"check the capabilities in {_FILE}"
         needed = context.file_types[min(types)]
         return UnsupportedCapability(context.describe(problem, advice), capability=needed, types=types)
+    if capability := _refused_content(context, response):
+        problem = f"cannot use a file of the request ({status}){quote}"
+        return UnsupportedCapability(
+            context.describe(problem, "it is left out"), capability=capability, is_content=True
+        )
     if capability := _refused_capability(context, response):
         problem = f"does not take {capability} ({status}){quote}"
         return UnsupportedCapability(
@@ -304,6 +315,18 @@ def _refused_types(context: RequestContext, response: ErrorResponse) -> frozense
     needed = {one: need for one, need in context.file_types.items() if need in about}
     others = {one for one in needed if one.partition("/")[2] not in text}
     return frozenset(others) if len({needed[one] for one in others}) == 1 else frozenset()
+
+
+def _refused_content(context: RequestContext, response: ErrorResponse) -> str | None:
+    """Return the capability of a file whose content the service cannot use, although it takes files of its type."""
+    text = response.text
+    # Other errors with the status 500 are temporary. llama.cpp answers so to a file that it cannot decode.
+    if response.status not in (400, 415, 422) and not (response.status == 500 and "failed to load" in text.lower()):
+        return None
+    if not (_BAD_CONTENT.search(text) or _TAKEN_TYPES.search(text.lower())):
+        return None
+    used = {*context.file_types.values()}
+    return next((name for name, words in _CAPABILITY_WORDS.items() if name in used and words.search(text)), None)
 
 
 def _refused_capability(context: RequestContext, response: ErrorResponse) -> str | None:
