@@ -70,6 +70,7 @@ async def test_files_of_other_types_are_still_sent(tmp_path: Path, refused: byte
             "['png', 'jpeg', 'gif', 'webp'].",
         ),
         (400, "Could not process image"),
+        (413, "<html><head><title>413 Request Entity Too Large</title></head></html>"),
         (400, "Unable to process input image. Please retry or report in a forum"),
         (500, "Failed to load image or audio file"),
         (400, "messages.0.content.1.image.source.base64: image exceeds 5 MB maximum: 6000000 bytes > 5242880 bytes"),

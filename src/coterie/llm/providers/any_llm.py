@@ -115,6 +115,8 @@ class AnyLLMService:
         if status and status >= 300:
             body = {key: getattr(error, key, None) for key in ("message", "code", "param", "error_type")}
             body["message"] = body["message"] or str(error)
+            if type(error).__name__ == "ContextLengthExceededError":
+                body["code"] = body["code"] or "context_length_exceeded"  # 413 alone may mean a file
             response = errors.parse_error_body(status, body, getattr(error, "retry_after", None))
             return errors.classify(context, response, self._clock.now())
         if isinstance(original, ValueError | RecursionError | AttributeError | TypeError):

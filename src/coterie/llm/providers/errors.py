@@ -177,7 +177,9 @@ def _classify(context: RequestContext, response: ErrorResponse, now: datetime) -
     if status == 402 or (_QUOTA.search(text) and not response.is_temporary):
         advice = f"check the plan and billing of its account, or choose another service in {_FILE}"
         return PermanentError(context.describe(f"has no quota left ({status}){quote}", advice), category="quota")
-    if status == 413 or (status != 429 and _TOO_LONG.search(text)):
+    # A proxy limits the size of a request. If it has files, they are the cause: no text is that long.
+    is_file_too_large = status == 413 and context.file_types and not _TOO_LONG.search(text)
+    if not is_file_too_large and (status == 413 or (status != 429 and _TOO_LONG.search(text))):
         advice = f"shorten it, or check contextTokens in {_FILE}"
         limit, sent = _token_counts(text)
         problem = f"says the conversation is too long ({status}){quote}"
@@ -320,6 +322,8 @@ def _refused_types(context: RequestContext, response: ErrorResponse) -> frozense
 def _refused_content(context: RequestContext, response: ErrorResponse) -> str | None:
     """Return the capability of a file whose content the service cannot use, although it takes files of its type."""
     text = response.text
+    if response.status == 413:
+        return min(context.file_types.values(), default=None)
     # Other errors with the status 500 are temporary. llama.cpp answers so to a file that it cannot decode.
     if response.status not in (400, 415, 422) and not (response.status == 500 and "failed to load" in text.lower()):
         return None
