@@ -164,6 +164,17 @@ async def test_a_wrong_definition_is_refused_and_nothing_is_written(tmp_path: Pa
         assert (tmp_path / "coterie.toml").read_text() == before and await definitions.changes() == []
 
 
+async def test_nothing_is_written_while_another_file_cannot_be_read(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        agents, services = (tmp_path / "coterie.toml").read_text(), (tmp_path / "llmservices.json").read_text()
+        (tmp_path / "llmservices.json").write_text('{"services": [')
+        with pytest.raises(ConfigError, match=r"llmservices\.json: line 1"):
+            await here.society.definitions.create([NewAgent(fields={"name": "Zoe"})])
+        assert (tmp_path / "coterie.toml").read_text() == agents
+        (tmp_path / "llmservices.json").write_text(services)
+        assert await here.society.definitions.create([NewAgent(fields={"name": "Zoe"})]) == ["zoe"]
+
+
 async def test_a_prompt_in_a_file_of_its_own_stays_there(tmp_path: Path) -> None:
     (tmp_path / "ada.md").write_text("You count.\n")
     async with stage(tmp_path, agents='[agents.ada]\nprompt_file = "ada.md"\n') as here:

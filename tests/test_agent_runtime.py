@@ -11,8 +11,10 @@ import pytest
 
 from coterie import Refused, Society
 from coterie.errors import CoterieError
+from coterie.messages import MAX_PAYLOAD_BYTES
 from coterie.testing import Calls, Says
 from coterie.testing.model_faults import stall
+from coterie.testing.model_server import CustomReply, ServerConnection
 from tests.agent.stage import stage
 from tests.faults.harness import scaled_timeout
 
@@ -89,6 +91,23 @@ async def test_terminating_an_agent_ends_its_children_and_its_turn(tmp_path: Pat
             assert await refused(here.society.send(to=gone, text="hello?")) == ("recipient_terminated", 410)
         assert list(here.society.agents) == ["bob"]
         await asyncio.wait_for(here.society.stop(), scaled_timeout(10))  # there is no turn left to wait for
+
+
+async def test_an_agent_that_terminates_its_child_ends_the_request_of_the_child(tmp_path: Path) -> None:
+    closed = asyncio.Event()
+
+    async def silent(wire: ServerConnection) -> None:
+        await wire.wait_for_close()
+        closed.set()
+
+    async with stage(tmp_path) as here:
+        await here.society.create_agent(id="child", parent="ada")
+        here.server.script(CustomReply(silent), Says(calls=(Calls("terminate_agent", {"id": "child"}),)), "done")
+        await here.say("hello", to="child")
+        await here.server.wait_for_request()
+        await here.say("end your child")
+        async with asyncio.timeout(scaled_timeout(10)):
+            await closed.wait()
 
 
 async def test_a_terminated_agent_of_the_file_stays_terminated_after_a_restart(tmp_path: Path) -> None:
@@ -209,3 +228,31 @@ async def test_a_tool_sends_recurring_messages(tmp_path: Path, tool: str, text: 
     assert (result["refused"], result["state"], result["scheduleId"]) == ("every_invalid", "delayed", schedule.id)
     assert (schedule.sender, schedule.to, schedule.payload) == ("ada", "bob", {"text": text})
     assert schedule.every == "weekdays 08:00 Europe/Berlin"
+
+
+async def test_a_spawned_agent_is_named_although_its_task_could_not_be_sent(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        here.server.script(
+            Says(calls=(Calls("create_role", {"name": "helper", "prompt": "You help."}),)),
+            Says(calls=(Calls("spawn_agent", {"role": "helper", "id": "zoe", "task": "x" * (MAX_PAYLOAD_BYTES + 1)}),)),
+            "done",
+        )
+        await here.say("get help")
+        await here.heard()
+        _, spawned = [json.loads(row.text) for row in await here.society.store.history("ada") if row.role == "tool"]
+
+        assert "zoe" in list(here.society.agents)
+        assert spawned["id"] == "zoe" and spawned["taskNotSent"]["error"] == "payload_too_large"
+
+
+async def test_no_agent_is_made_below_an_agent_that_is_terminated_meanwhile(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        society = here.society
+        for number in range(5):
+            top, below = f"top{number}", f"below{number}"
+            await society.create_agent(id=top)
+            await asyncio.gather(
+                society.terminate_agent(top), society.create_agent(id=below, parent=top), return_exceptions=True
+            )
+            made = await society.store.agent(below)
+            assert made is None or made.state == "terminated"

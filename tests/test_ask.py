@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from coterie import Answer, AnswerDelta, NoAnswer, Refused, Society
+from coterie.errors import StoreUnavailable
 from coterie.testing import Calls, ModelServer, Says, Status
 from coterie.testing.model_server import CustomReply, ServerConnection
 from tests.agent.held_answer import HeldAnswer
@@ -150,6 +151,19 @@ async def test_no_answer_when_the_society_stops(folder: Path, model: ModelServer
 
         with pytest.raises(NoAnswer, match="the society stopped"):
             await asking
+
+
+async def test_a_question_is_not_sent_if_its_answer_could_not_be_followed(
+    society: Society, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail() -> int:
+        raise StoreUnavailable("the database cannot be reached")
+
+    monkeypatch.setattr(society.store, "last_event", fail)
+    with pytest.raises(StoreUnavailable, match="cannot be reached"):
+        await society.ask("assistant", "anyone there?")
+
+    assert await society.store.thread("assistant") == []
 
 
 async def test_an_unknown_agent_is_refused(society: Society) -> None:

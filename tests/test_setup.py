@@ -208,6 +208,16 @@ async def test_an_empty_id_and_an_invalid_key_are_refused(society: Society, serv
     assert refusal.value.code == "service_invalid" and "schlüssel" not in str(refusal.value)
 
 
+async def test_an_agent_elsewhere_is_no_service_that_can_be_tested_or_changed(
+    society: Society, server: ModelServer, tmp_path: Path
+) -> None:
+    (tmp_path / "coterie.toml").write_text('[agents.ada]\n[remote.anna]\ncard = "http://127.0.0.1:9/ada"\n')
+    await society.reload()
+    setup = society.setup
+    for call in (setup.test("remote.anna"), setup.models("remote.anna", {}), setup.put("remote.anna", entry(server))):
+        assert await code(call) == "unknown_service"
+
+
 async def test_a_reference_to_a_missing_key_is_saved_and_reported(society: Society, server: ModelServer) -> None:
     view = await society.setup.put("main", entry(server, apiKey="${NOBODYS_KEY}"))
     assert [problem.message for problem in view.problems] == [

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
 
 from coterie import Society
-from coterie.errors import ConfigError, StoreOwned, StoreUnusable
+from coterie.errors import ConfigError, StoreOwned, StoreUnavailable, StoreUnusable
 from coterie.testing import FakeClock
+from tests.agent.tool_calls import wait_until
+from tests.engines import Engine
 
 HOUR = 3_600_000
 
@@ -19,6 +24,33 @@ async def test_a_new_folder_gets_templates_and_a_private_data_folder(tmp_path: P
         assert [agent.id for agent in await society.store.agents()] == ["assistant", "user"]
     assert (tmp_path / "new/coterie.toml").exists() and (tmp_path / "new/llmservices.json").exists()
     assert (tmp_path / "new/data").stat().st_mode & 0o777 == 0o700
+
+
+async def test_reads_after_the_stop_are_refused_as_sends_are(engine: Engine, tmp_path: Path, clock: FakeClock) -> None:
+    store = await engine.open(tmp_path, clock)
+    await store.close()
+
+    with pytest.raises(StoreUnavailable, match="the society is stopping"):
+        await store.pause_all()
+    with pytest.raises(StoreUnavailable, match="the society is stopping"):
+        await store.message("any")
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing_running(tmp_path: Path) -> None:
+    (tmp_path / "coterie.toml").write_text(
+        f"[mcp.silent]\ncommand = {json.dumps(sys.executable)}\nargs = {json.dumps(['-c', 'input(); input()'])}\n"
+    )
+    starting = asyncio.create_task(Society.start(tmp_path))
+    await wait_until(lambda: "coterie-mcp-silent" in names_of_tasks())
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+
+    assert names_of_tasks() == []
+
+
+def names_of_tasks() -> list[str]:
+    return [name for task in asyncio.all_tasks() if (name := task.get_name()).startswith("coterie-")]
 
 
 async def test_files_of_the_owner_are_never_overwritten(tmp_path: Path) -> None:

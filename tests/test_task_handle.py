@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from coterie import NoAnswer, Receipt, Refused, Society
+from coterie.errors import StoreUnavailable
 from coterie.testing import Calls, FakeClock, Says
 from coterie.testing.model_server import ReceivedRequest
 from tests.agent.stage import Bell, each, stage
@@ -30,6 +31,18 @@ async def test_wait_returns_the_task_when_everything_is_done(tmp_path: Path) -> 
         assert (await here.society.task(sent.message_id)).task == task
         assert [one.id for one in await here.society.tasks(agent="bob")] == [sent.task]
         assert await here.society.tasks(state="working") == []
+
+
+async def test_wait_says_that_the_store_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail() -> int:
+        raise StoreUnavailable("the database cannot be reached")
+
+    async with stage(tmp_path) as here:
+        await here.society.pause("ada")
+        sent = await here.society.send(to="ada", text="hello")
+        monkeypatch.setattr(here.society.store, "last_event", fail)
+        with pytest.raises(StoreUnavailable, match="cannot be reached"):
+            await sent.wait(timeout=180)
 
 
 async def test_wait_ends_when_the_task_waits_for_the_person(tmp_path: Path) -> None:

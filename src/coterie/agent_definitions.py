@@ -32,6 +32,7 @@ from coterie.configuration import Configuration, Document
 from coterie.errors import ConfigError, Problem, Refused, StoreUnavailable
 from coterie.files import replace_file, write_private
 from coterie.ids import new_id
+from coterie.llm.config import ServiceRegistry
 from coterie.text import one_line, to_storable
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ class DefinitionStore(Protocol):
     async def replace(self, agents: Mapping[str, Fields | None], version: str) -> None:
         """Replace these definitions, all or none; None removes one.
 
-        `Refused`: `definitions_changed` if `version` is not the current one, `agent_invalid`.
+        `Refused`: `definitions_changed` if `version` is not the current one, `agent_invalid`. `ConfigError`: a file of
+        the owner cannot be read.
         """
         ...
 
@@ -135,6 +137,7 @@ class AgentsFile:
                 f"{CONFIG_FILE} was changed meanwhile, nothing was written: look at it as it is now, then try again",
             )
         _require_one_left(current, agents)
+        ServiceRegistry.load(self._folder)  # raises what would keep the change from becoming effective
         text = self._text()
         tables, prompts = _tables(text), dict[Path, str]()
         for agent_id, fields in agents.items():

@@ -23,6 +23,7 @@ from coterie.agent.context_window import estimate_tokens, mail_budget
 from coterie.agent.mcp import McpServers
 from coterie.agent.mcp_connection import secrets_of
 from coterie.agent.runner import LlmHandler
+from coterie.agent.running_call import STORE_RETRY_DELAY
 from coterie.agent.scheduler import MAX_TURNS, Scheduler, ServiceAdmission
 from coterie.agent.service import AgentDirectory, AgentService
 from coterie.agent.toolbox import ListedTool, Toolbox
@@ -36,7 +37,7 @@ from coterie.bus import MessageBus
 from coterie.clock import Clock
 from coterie.config import CONFIG_FILE, AgentEntry, Config, SocietyFolder, unknown_service
 from coterie.configuration import Settings
-from coterie.errors import Lagged, Problem, Refused
+from coterie.errors import Lagged, Problem, Refused, StoreUnavailable
 from coterie.files import DiskMonitor
 from coterie.ids import new_id
 from coterie.live import LiveReplies
@@ -61,6 +62,7 @@ from coterie.llm.service import Capabilities, LLMService, PermanentError, Sampli
 from coterie.messages import PERSON, Payload, Receipt
 from coterie.redaction import find_secrets
 from coterie.running_configuration import RunningConfiguration
+from coterie.store import Event
 from coterie.stores.open import is_shared
 from coterie.stores.sql.store import SqlStore
 from coterie.supervision import Shutdown, supervise
@@ -241,10 +243,7 @@ class AgentRuntime:
         await self._agents.refresh_directory()
 
     async def terminate_agent(self, agent_id: str) -> Sequence[str]:
-        terminated = await self._agents.terminate(agent_id, by=PERSON)
-        for terminated_id in terminated:
-            self._handler.stop_turn(terminated_id)
-        return terminated
+        return await self._agents.terminate(agent_id, by=PERSON)
 
     def system_prompt(self, agent_id: str) -> str:
         return self._handler.system_prompt(self.directory.profile(agent_id))
@@ -399,8 +398,8 @@ class AgentRuntime:
         async def ask(text: str, quick_replies: list[str]) -> str | None:
             with timer.paused():
                 position = await self._store.last_event()
-                question = (await send(PERSON, {"text": text}, quick_replies=quick_replies)).message_id
-                return await self._wait_for_answer(profile.id, question, position)
+                await send(PERSON, {"text": text}, quick_replies=quick_replies)
+                return await self._wait_for_answer(profile.id, position)
 
         return ToolContext(
             ask=ask,
@@ -421,18 +420,32 @@ class AgentRuntime:
         except Refused:
             return Capabilities(input=frozenset(), output=frozenset())
 
-    async def _wait_for_answer(self, agent_id: str, question: str, position: int) -> str | None:
+    async def _wait_for_answer(self, agent_id: str, position: int) -> str | None:
         """Return the text of the person's next message to the agent. None: there was none within `MAX_ANSWER_WAIT`.
 
         The message reaches the agent too, like every other. `position`: last event before the question.
         """
-        with contextlib.suppress(TimeoutError, Lagged):
-            async with asyncio.timeout(MAX_ANSWER_WAIT.total_seconds()), self._bus.watch(position) as watcher:
-                async for event in watcher:
-                    message = await self._store.message(event.subject) if event.kind == "message.created" else None
-                    if message and (message.sender, message.to) == (PERSON, agent_id):
-                        return str(message.payload.get("text", ""))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MAX_ANSWER_WAIT.total_seconds()):
+                while True:
+                    try:
+                        async with self._bus.watch(position) as watcher:
+                            async for event in watcher:
+                                if (text := await self._read_answer(event, agent_id)) is not None:
+                                    return text
+                                position = event.seq
+                        return None  # the society stops
+                    except Lagged:  # many events came at once: go on behind those that were read
+                        continue
+                    except StoreUnavailable:
+                        await self._clock.sleep(STORE_RETRY_DELAY)
         return None
+
+    async def _read_answer(self, event: Event, agent_id: str) -> str | None:
+        """Return the text of the message that the event announces, if the person sent it to the agent."""
+        message = await self._store.message(event.subject) if event.kind == "message.created" else None
+        is_answer = message is not None and (message.sender, message.to) == (PERSON, agent_id)
+        return str(message.payload.get("text", "")) if message and is_answer else None
 
 
 async def read_directory(folder: SocietyFolder, settings: Settings, store: SqlStore, clock: Clock) -> AgentDirectory:

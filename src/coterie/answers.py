@@ -124,6 +124,8 @@ class AnswerFollower:
         task = asyncio.create_task(self._watch(ready), name=f"coterie-answer-{self._agent_id}")
         try:
             await ready.wait()
+            if task.done():
+                await task  # raises why the answer cannot be followed
             yield
         finally:
             task.cancel()

@@ -231,8 +231,15 @@ class Setup:
         return [self._view(entry, indexes.get(entry.id)) for entry in self._services if not entry.is_remote_agent]
 
     def view(self, service_id: str) -> ServiceView:
-        self._services.get(service_id)
+        self._own_entry(service_id)
         return next(view for view in self.list() if view.entry.id == service_id)
+
+    def _own_entry(self, service_id: str) -> ServiceEntry:
+        """The entry of a model service. `UnknownService`: there is none, or the id is of an agent elsewhere."""
+        entry = self._services.get(service_id)
+        if entry.is_remote_agent:  # coterie.toml describes it
+            raise UnknownService(service_id, [one.id for one in self._services if not one.is_remote_agent])
+        return entry
 
     async def discover(self, *, probe: bool = False) -> Sequence[DiscoveredService]:
         """Services that could be added: those with a key in the environment; with `probe` also local servers."""
@@ -248,6 +255,8 @@ class Setup:
         """
         async with self._write_lock:
             await self._follow()
+            if service_id in self._services:
+                self._own_entry(service_id)
             change = self._prepare(service_id, fields, key)
             check = self._health_checks.get_draft(change.entry)
             if check and change.entry.capabilities.inferred and (found := check.declared_capabilities()):
@@ -284,7 +293,7 @@ class Setup:
 
     async def test(self, service_id: str) -> HealthCheck:
         """Send real requests to the service. The result is kept until the entry changes."""
-        entry = self._services.get(service_id)
+        entry = self._own_entry(service_id)
         check = await self._check(entry)
         self._health_checks.record(entry, check)
         return check
@@ -299,7 +308,7 @@ class Setup:
     async def models(self, service_id: str, fields: Mapping[str, Any], key: str | None = None) -> ModelList:
         """The models that a service offers: as it is, or with `fields` as `put` would create it. Saves nothing."""
         if not fields and key is None:
-            return await list_models(self._services.get(service_id))
+            return await list_models(self._own_entry(service_id))
         # The model is what the owner wants to know.
         return await list_models(self._prepare(service_id, {**fields, "model": fields.get("model") or "?"}, key).entry)
 

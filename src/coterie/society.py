@@ -193,7 +193,7 @@ class Society:
             runtime = society._make_runtime(max_turns, leaves_keyless=files == "never") if work else None
             await society._start(runtime, run_turns=run_turns)
         except BaseException:
-            await society.store.close()
+            await society.stop(quick=True)
             raise
         return society
 
@@ -622,6 +622,7 @@ class Society:
         shutdown.finish()
 
     async def _start(self, runtime: AgentRuntime | None, *, run_turns: bool = True) -> None:
+        self._runtime = runtime
         for warning in self.store.info.warnings:
             log.info("%s", warning)
         if self.store.info.unclean:
@@ -636,7 +637,6 @@ class Society:
         if runtime:
             await runtime.start(run_turns=run_turns)
             self.configuration.start(runtime.problems)
-        self._runtime = runtime
         self.retention.start()
         self._indexer.start()
 

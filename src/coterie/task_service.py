@@ -82,6 +82,7 @@ class TaskService:
                 if task:
                     return task
                 if stopped.is_set():
+                    await watching  # raises why it ended, if the society has not stopped
                     raise NoAnswer("the society stopped before the task ended: start it again")
         finally:
             watching.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,38 @@ async def test_a_society_survives_a_tools_file_and_a_tool_that_raise_exits(tmp_p
             assert (await anext(society.inbox())).payload["text"] == "still running"
             await society.reload()
         assert "fail failed: WithoutText" in json.dumps(server.requests[1].body)
+
+
+SUBTASKS = """
+import asyncio
+from coterie import tool
+
+async def leave(kind):
+    raise kind("no")
+
+@tool
+async def leave_in_a_task() -> str:
+    "Wait for a task that exits."
+    try:
+        await asyncio.gather(leave(SystemExit), leave(KeyboardInterrupt))
+    except BaseException as error:
+        return type(error).__name__
+
+@tool
+async def greet() -> str:
+    "Say hello."
+    return "hello"
+"""
+
+
+async def test_async_tools_still_run_after_a_task_of_one_of_them_has_raised_an_exit(
+    tmp_path: Path, ctx: ToolContext
+) -> None:
+    (tmp_path / "tools.py").write_text(SUBTASKS)
+    toolbox = Toolbox(load_user_tools(tmp_path).tools)
+    async with asyncio.timeout(HANG_SECONDS):
+        left = await toolbox.call("leave_in_a_task", {}, ctx, timedelta(seconds=5), patterns=["*"])
+        greeted = await toolbox.call("greet", {}, ctx, patterns=["*"])
+    await toolbox.close()
+
+    assert (left.text, greeted.text) == ("SystemExit", "hello")

@@ -37,6 +37,7 @@ async def fill(person: Person, required: list[str] | None = None, **fields: Any)
         ({"type": "number"}, ["Decline"], "2.5", 2.5),
         ({"type": "string"}, ["Decline"], "free text", "free text"),
         ({"type": "string", "enum": [str(n) for n in range(12)]}, ["Decline"], "11", "11"),
+        ({"type": "string", "enum": ["", "a"]}, ["Decline"], "a", "a"),
     ],
 )
 async def test_a_field_is_one_question(field: dict[str, Any], buttons: list[str], said: str, value: object) -> None:
@@ -51,6 +52,32 @@ async def test_an_answer_that_does_not_fit_is_asked_again_three_times() -> None:
     person = Person("many", "11", "three")
     assert (await fill(person, count={"type": "integer", "maximum": 9})).action == "cancel"
     assert "expected a whole number" in person.asked[1][0] and "to 9" in person.asked[2][0]
+
+
+@pytest.mark.parametrize("said", ["inf", "-Infinity", "nan", "1e999"])
+async def test_what_json_cannot_represent_is_no_number(said: str) -> None:
+    person = Person(said, "2")
+    assert (await fill(person, price={"type": "number"})).content == {"price": 2.0}
+    assert "expected a number." in person.asked[1][0]
+
+
+async def test_a_choice_of_several_values_names_them() -> None:
+    person = Person("red, Blue")
+    answer = await fill(person, colours={"type": "array", "items": {"enum": ["red", "green", "blue"]}})
+    assert answer.content == {"colours": ["red", "blue"]}
+    assert "Any of these, separated by commas: red, green, blue" in person.asked[0][0]
+
+
+async def test_a_long_choice_can_be_chosen_by_its_shortened_button() -> None:
+    title = f"Deliver it{' as soon as it is possible' * 8}\nto the neighbour"
+
+    class Presser(Person):
+        async def __call__(self, text: str, quick_replies: list[str]) -> str | None:
+            await super().__call__(text, quick_replies)
+            return quick_replies[0]
+
+    answer = await fill(Presser(*[None] * 3), how={"type": "string", "oneOf": [{"const": "later", "title": title}]})
+    assert answer.content == {"how": "later"}
 
 
 async def test_an_optional_field_can_be_skipped() -> None:

@@ -139,6 +139,19 @@ async def test_a_server_that_hangs_is_replaced_after_a_call_past_its_deadline(
     assert again.ok and int(again.text) != pid
 
 
+async def test_a_reload_replaces_a_server_that_hangs(
+    mcp: McpHarness, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coterie.agent.mcp.RELIST_TIMEOUT", timedelta(milliseconds=300))
+    servers = mcp.add(as_child(script))
+    await servers.connect()
+    pid = int((await mcp.call("demo__pid")).text)
+    os.kill(pid, signal.SIGSTOP)
+    async with asyncio.timeout(HANG_SECONDS):
+        assert await servers.refresh() == []
+    assert int((await mcp.call("demo__pid")).text) != pid
+
+
 async def test_a_wrong_key_is_an_error_that_names_the_status(mcp: McpHarness, serve: MakeServer) -> None:
     server = serve("404", DEMO_KEY="Bearer sesame-open")
     [problem] = await mcp.add(server.entry).connect()

@@ -173,6 +173,20 @@ async def test_the_claim_of_a_failed_turn_is_released_whatever_other_turns_do() 
         await scheduler.stop_claiming()
 
 
+async def test_the_claim_of_a_turn_that_a_library_has_cancelled_is_released() -> None:
+    turns = Turns()
+    turns.may_release.set()
+    here: Any = turns
+    scheduler = Scheduler(here, here, FakeClock(), Rules(), "w", here, here)
+    scheduler.start()
+    async with asyncio.timeout(HANG_SECONDS):
+        scheduler.reserve_slot("ada", for_person=False)
+        scheduler.start_turns([claim_of("ada", 1)])
+        turns.ends[1].cancel()  # what the turn waits for, not the turn
+        assert await turns.released.get() == ("ada", 1)
+        await scheduler.stop_claiming()
+
+
 async def test_a_committed_claim_whose_turn_has_not_started_is_not_released() -> None:
     turns, clock = Turns(), FakeClock()
     turns.may_release.set()

@@ -103,6 +103,7 @@ class FakeService:
         self.scripts: deque[Sequence[Step]] = deque()
         self.requests: list[ModelRequest] = []
         self.running = self.max_running = self.closed = self.ended = 0
+        self.before_close: Callable[[], Awaitable[None]] | None = None
 
     @property
     def id(self) -> str:
@@ -128,6 +129,8 @@ class FakeService:
             self.ended += 1
 
     async def close(self) -> None:
+        if self.before_close:
+            await self.before_close()
         self.closed += 1
 
 

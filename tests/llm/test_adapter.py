@@ -32,7 +32,7 @@ class Only:
     def __init__(self, *agents: str) -> None:
         self.agents = agents
 
-    async def readers_of(self, kind: ArtifactType, size: int) -> Sequence[str]:
+    async def readers_of(self, kind: ArtifactType, size: int, mime_type: str = "") -> Sequence[str]:
         return self.agents
 
 

@@ -7,6 +7,7 @@ import pytest
 from coterie.agents import Profile
 from coterie.errors import Refused
 from coterie.llm.config import ServiceRegistry, SizeLimits
+from coterie.llm.learned_limits import type_limit
 from coterie.llm.service import UnknownService
 
 from .harness import PNG, Harness, description, parts_of, service, user_request
@@ -90,6 +91,15 @@ async def test_readers_of_a_file_are_the_agents_whose_limit_admits_its_size() ->
     assert await directory.readers_of("image", 100_000) == ["seer", "argus"]
     assert await directory.readers_of("image", 100_001) == []
     assert await directory.readers_of("file", 1) == []
+
+
+async def test_an_agent_whose_service_refused_the_type_of_a_file_is_no_reader_of_it() -> None:
+    here = harness()
+    entry = here.directory.service_of("seer")
+    here.learned_limits.record(entry, type_limit("vision", "image/gif"), "no moving pictures")
+
+    assert "seer" not in await here.directory.readers_of("image", 1, "image/gif")
+    assert "seer" in await here.directory.readers_of("image", 1, "image/png")
 
 
 async def test_a_learned_limit_removes_the_agent_from_the_directory() -> None:

@@ -334,7 +334,7 @@ async def test_an_open_circuit_is_a_reason_to_ask_the_fallback() -> None:
     assert len(harness.fakes["main"].requests) == 2
 
 
-async def test_half_open_one_request_probes_and_the_others_fail_at_once() -> None:
+async def test_half_open_one_request_probes_and_the_others_wait_for_its_end() -> None:
     harness = Harness(service("main"))
     await fail(harness, "main", MAX_FAILURES)
     await harness.clock.advance(seconds=FIRST_OPEN_SECONDS)
@@ -343,12 +343,74 @@ async def test_half_open_one_request_probes_and_the_others_fail_at_once() -> Non
 
     probe = asyncio.create_task(harness.ask("main", HELLO))
     await settle()
-    for _ in range(3):
-        with pytest.raises(CircuitOpen):
-            await harness.ask("main", HELLO)
+    others = [asyncio.create_task(harness.ask("main", HELLO)) for _ in range(3)]
+    await settle()
+    assert len(harness.fakes["main"].requests) == MAX_FAILURES + 1
     event.set()
     assert await probe == [Completion(text="back", service="main")]
+    assert await asyncio.gather(*others) == [[Completion(text="ok", service="main")]] * 3
+
+
+async def test_the_others_start_when_the_probe_has_its_first_text() -> None:
+    harness = Harness(service("main"))
+    await fail(harness, "main", MAX_FAILURES)
+    await harness.clock.advance(seconds=FIRST_OPEN_SECONDS)
+    event = asyncio.Event()
+    harness.fakes["main"].script(TextDelta("ba"), gate(event), DOWN)
+
+    probe = asyncio.create_task(harness.ask("main", HELLO))
+    await settle()
     assert await harness.ask("main", HELLO) == [Completion(text="ok", service="main")]
+    event.set()
+    with pytest.raises(TransientError):
+        await probe
+
+
+async def test_a_probe_that_breaks_off_opens_the_circuit_again() -> None:
+    harness = Harness(service("main"))
+    await fail(harness, "main", MAX_FAILURES)
+    await harness.clock.advance(seconds=FIRST_OPEN_SECONDS)
+    harness.fakes["main"].script(TextDelta("ba"), DOWN)
+
+    with pytest.raises(TransientError):
+        await harness.ask("main", HELLO)
+    with pytest.raises(CircuitOpen):
+        await harness.ask("main", HELLO)
+
+
+async def test_requests_that_waited_for_a_failed_probe_fail_with_the_time_of_the_next_one() -> None:
+    harness = Harness(service("main", max_concurrent_requests=2))
+    await fail(harness, "main", MAX_FAILURES)
+    await harness.clock.advance(seconds=FIRST_OPEN_SECONDS)
+    event = asyncio.Event()
+    harness.fakes["main"].script(gate(event), DOWN)
+
+    tasks = [asyncio.create_task(harness.ask("main", HELLO)) for _ in range(4)]
+    await settle()
+    event.set()
+    failed, *waited = await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert failed is DOWN
+    assert {type(error) for error in waited} == {CircuitOpen}
+    assert {getattr(error, "retry_after", None) for error in waited} == {timedelta(seconds=2 * FIRST_OPEN_SECONDS)}
+
+
+async def test_a_request_with_a_fallback_does_not_wait_for_a_probe() -> None:
+    harness = Harness(service("main", fallback=("spare",)), service("spare"))
+    harness.fakes["main"].script(DOWN, times=2)
+    first = asyncio.create_task(harness.ask("main", HELLO))
+    await settle()
+    await harness.clock.advance(seconds=FIRST_OPEN_SECONDS)
+    await first
+    await harness.clock.advance(seconds=2 * FIRST_OPEN_SECONDS)
+    event = asyncio.Event()
+    harness.fakes["main"].script(gate(event), Completion(text="back"))
+
+    probe = asyncio.create_task(harness.ask("main", HELLO))
+    await settle()
+    assert await harness.ask("main", HELLO) == [Completion(text="ok", service="spare")]
+    event.set()
+    assert await probe == [Completion(text="back", service="main")]
 
 
 async def test_an_abandoned_probe_is_followed_by_another() -> None:
@@ -422,6 +484,74 @@ async def test_a_request_under_way_during_a_reload_ends_as_it_began() -> None:
     event.set()
     assert await running == [TextDelta("a"), Completion(text="ab", service="main")]
     assert old.closed == 1
+
+
+async def test_a_request_that_waited_in_the_queue_during_a_reload_goes_to_the_changed_service() -> None:
+    harness = Harness(service("main", max_concurrent_requests=1))
+    old, event = harness.fakes["main"], asyncio.Event()
+    old.script(gate(event), Completion(text="old"))
+    tasks = [asyncio.create_task(harness.ask("main", HELLO)) for _ in range(2)]
+    await settle()
+
+    harness.services.replace_with(ServiceRegistry([service("main", max_concurrent_requests=1, max_tokens=100)]))
+    event.set()
+
+    assert await asyncio.gather(*tasks) == [
+        [Completion(text="old", service="main")],
+        [Completion(text="ok", service="main")],
+    ]
+    assert (len(old.requests), len(harness.fakes["main"].requests)) == (1, 1)
+
+
+async def test_a_request_that_waited_for_a_removed_service_is_not_sent() -> None:
+    harness = Harness(service("main", max_concurrent_requests=1))
+    event = asyncio.Event()
+    harness.fakes["main"].script(gate(event), Completion(text="old"))
+    tasks = [asyncio.create_task(harness.ask("main", HELLO)) for _ in range(2)]
+    await settle()
+
+    harness.services.replace_with(ServiceRegistry([service("other")]))
+    event.set()
+    answered, refused = await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert answered == [Completion(text="old", service="main")]
+    assert isinstance(refused, UnknownService)
+    assert len(harness.fakes["main"].requests) == 1
+
+
+async def test_two_requests_that_end_after_a_reload_close_each_old_service_once() -> None:
+    names = ("one", "two", "busy")
+    harness = Harness(*map(service, names))
+    for name in names:
+        await harness.ask(name, HELLO)
+    one, two, busy = (harness.fakes[name] for name in names)
+    events = [asyncio.Event() for _ in range(3)]
+    for event in events[:2]:
+        busy.script(gate(event), Completion(text="ok"))
+    one.before_close = gate(events[2])
+    tasks = [asyncio.create_task(harness.ask("busy", HELLO)) for _ in range(2)]
+    await settle()
+
+    harness.services.replace_with(ServiceRegistry([*(service(name, max_tokens=100) for name in names)]))
+    for event in events:
+        event.set()
+        await settle()
+
+    assert await asyncio.gather(*tasks) == [[Completion(text="ok", service="busy")]] * 2
+    assert (one.closed, two.closed, busy.closed) == (1, 1, 1)
+
+
+async def test_an_answer_is_not_lost_when_an_old_service_cannot_be_closed() -> None:
+    harness = Harness(service("main"), service("other"))
+    await harness.ask("main", HELLO)
+
+    async def fail_to_close() -> None:
+        raise OSError("the connection is broken")
+
+    harness.fakes["main"].before_close = fail_to_close
+    harness.services.replace_with(ServiceRegistry([service("main", max_tokens=100), service("other")]))
+
+    assert await harness.ask("other", HELLO) == [Completion(text="ok", service="other")]
 
 
 async def test_closing_closes_every_service_that_was_asked() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coterie.llm.config import Secret
-from coterie.llm.learned_limits import LearnedLimit, LearnedLimits
+from coterie.llm.learned_limits import MAX_LIMITS, LearnedLimit, LearnedLimits, content_limit
 from coterie.testing.clock import START, FakeClock
 
 from .harness import service
@@ -95,3 +95,13 @@ def test_a_file_that_cannot_be_written_costs_only_the_memory_after_a_restart(tmp
     refusals.record(SEEING, "vision", "no images")
 
     assert refusals.is_refused(SEEING, "vision")
+
+
+def test_the_oldest_of_many_refused_files_is_forgotten() -> None:
+    refusals = LearnedLimits(FakeClock())
+    for number in range(MAX_LIMITS + 1):
+        refusals.record(SEEING, content_limit("vision", str(number)), "damaged")
+
+    assert refusals.takes_file(SEEING, "vision", "image/png", "0")
+    assert not refusals.takes_file(SEEING, "vision", "image/png", "1")
+    assert not refusals.takes_file(SEEING, "vision", "image/png", str(MAX_LIMITS))

@@ -45,6 +45,12 @@ async def test_scripted_replies_come_in_order_and_then_the_default(
     assert [_said(answers[i]) for i in (0, 2, 3)] == ["one", "got Hi", "ok"]
 
 
+@pytest.mark.parametrize(("reply", "words"), [(Calls("look_up"), "wrap it, as in Says"), (7, "not int"), (None, "not")])
+async def test_a_script_with_something_that_is_no_reply_is_refused(server: ModelServer, reply: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        server.script("one", reply)
+
+
 async def test_it_streams_tokens_calls_and_usage(server: ModelServer, client: httpx.AsyncClient) -> None:
     server.script(Says("One two", (Calls("look_up", {"city": "Oslo"}, "a"),)))
 

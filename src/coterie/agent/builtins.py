@@ -17,6 +17,7 @@ from coterie.agent.service import AgentDirectory, AgentService
 from coterie.agent.tools import Tool, ToolContext, ToolResult, error_result, file_result, get_tool, tool
 from coterie.bus import MessageBus
 from coterie.clock import to_rfc3339
+from coterie.errors import Refused
 from coterie.llm.service import Direction, ToolSpec
 from coterie.messages import MAX_QUICK_REPLIES, Envelope, make_envelope
 from coterie.plan import SEND_MESSAGE_TOOL
@@ -246,7 +247,10 @@ def agent_management_tools(agent_service: AgentService) -> tuple[Tool, ...]:
         )
         result: dict[str, Any] = {"id": agent.id, "name": agent.name}
         if task:
-            result["messageId"] = (await ctx.send(agent.id, {"text": task})).message_id
+            try:
+                result["messageId"] = (await ctx.send(agent.id, {"text": task})).message_id
+            except Refused as refusal:  # an error would hide that the agent exists
+                result["taskNotSent"] = refusal.to_dict()
         return result
 
     @tool(effect="idempotent")

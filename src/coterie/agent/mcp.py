@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 MAX_RECONNECT_DELAY = timedelta(minutes=1)
 MAX_WAIT = timedelta(seconds=5)
 """How long a call waits for attempts to connect, so that a restart of a server goes unnoticed."""
+RELIST_TIMEOUT = timedelta(seconds=30)
+"""For a connected server to list its tools again at a reload. A server that does not answer is connected anew."""
 READ_RESOURCE = "read_resource"
 MAX_LISTED_RESOURCES = 200
 _UNSAFE_CHARACTER = re.compile(r"[^a-zA-Z0-9_-]")
@@ -157,7 +159,7 @@ class McpServer:
         connection = self._connection
         if connection and connection.is_open:
             try:
-                self._offer(connection, await connection.list_tools())
+                self._offer(connection, await connection.list_tools(RELIST_TIMEOUT))
             except Exception as error:
                 log.warning("the MCP server %s did not list its tools: %s", self.id, connection.error_text(error))
                 connection.retire()

@@ -322,8 +322,13 @@ class McpConnection:
             )
         return error
 
-    async def list_tools(self) -> list[mcp.Tool]:
-        return await self.request(_list_tools)
+    async def list_tools(self, within: timedelta) -> list[mcp.Tool]:
+        """Return all tools. `TimeoutError`: the server did not answer in time."""
+        try:
+            async with asyncio.timeout(within.total_seconds()):
+                return await self.request(_list_tools)
+        except TimeoutError:
+            raise TimeoutError(f"it did not list its tools within {within.total_seconds():g} s") from None
 
     async def is_alive(self) -> bool:
         """After a cancelled request, check that the server still answers. If not, take no new requests."""

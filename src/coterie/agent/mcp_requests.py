@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import logging
+import math
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -104,15 +105,17 @@ def _label(name: str, schema: Mapping[str, Any], *, is_optional: bool) -> str:
 
 async def _ask_field(schema: Mapping[str, Any], text: str, ask: AskFunction, *, is_optional: bool = False) -> Any:
     """Ask until the answer fits the field. None: the person skipped an optional field."""
-    choices = list(_choices(schema))
-    extra = [_SKIP, DECLINE] if is_optional else [DECLINE]
-    if len(choices) + len(extra) > MAX_QUICK_REPLIES:  # too many buttons
-        text, buttons = f"{text}\nOne of: {', '.join(choices)}", extra
+    choices = [_shown(title) for title in _choices(schema)]
+    buttons = [_SKIP, DECLINE] if is_optional else [DECLINE]
+    if schema.get("type") == "array" and (several := _choices(schema.get("items") or {})):
+        text = f"{text}\nAny of these, separated by commas: {', '.join(map(_shown, several))}"
+    elif len(choices) + len(buttons) > MAX_QUICK_REPLIES or not all(choices):  # a button needs a text
+        text = f"{text}\nOne of: {', '.join(choices)}"
     else:
-        buttons = [*choices, *extra]
+        buttons = [*choices, *buttons]
     problem = ""
     for _ in range(MAX_TRIES):
-        answer = await ask(f"{problem}{text}", [one_line(button, 100) for button in buttons])
+        answer = await ask(f"{problem}{text}", buttons)
         if answer is None:
             raise _Cancelled
         match answer.strip().casefold():
@@ -125,6 +128,11 @@ async def _ask_field(schema: Mapping[str, Any], text: str, ask: AskFunction, *, 
         except _WrongAnswer as expected:
             problem = f"That cannot be used: {expected}.\n"
     raise _Cancelled
+
+
+def _shown(title: str) -> str:
+    """Return the title of a choice as a button shows it."""
+    return one_line(title, 100)
 
 
 def _choices(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -144,7 +152,7 @@ def _parse(schema: Mapping[str, Any], answer: str) -> Any:
         return [_parse(schema.get("items") or {}, part.strip()) for part in answer.split(",") if part.strip()]
     if choices := _choices(schema):
         for title, value in choices.items():
-            if answer.casefold() in (title.casefold(), str(value).casefold()):
+            if answer.casefold() in (title.casefold(), _shown(title).casefold(), str(value).casefold()):
                 return value
         raise _WrongAnswer(f"expected one of {', '.join(choices)}")
     match schema.get("type"):
@@ -162,6 +170,8 @@ def _number(schema: Mapping[str, Any], answer: str, kind: str) -> float:
         value: float = int(answer) if kind == "integer" else float(answer)
     except ValueError:
         raise _WrongAnswer("expected a whole number" if kind == "integer" else "expected a number") from None
+    if not math.isfinite(value):
+        raise _WrongAnswer("expected a number")
     least, most = schema.get("minimum", value), schema.get("maximum", value)
     if not least <= value <= most:
         raise _WrongAnswer(f"expected a number from {least} to {most}")

@@ -10,9 +10,10 @@ import contextlib
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -191,7 +192,7 @@ class LlmHandler:
         except StaleClaim as stale:
             with log_context(agent=claim.agent_id, message=claim.cause, turn=claim.turn_no):
                 if turn.is_ended:
-                    log.info("%s: the turn was ended with its task", claim.agent_id)
+                    log.info("%s: the turn was ended with its task or its agent", claim.agent_id)
                 else:
                     log.warning("%s; the last step of this worker is discarded", stale)
             await self._count_refused(claim, result)
@@ -248,7 +249,10 @@ class LlmHandler:
         return True
 
     def drop_turn(self, agent_id: str, epoch: int) -> None:
-        """Cancel the action of a turn that was ended in the store. `epoch`: claims before it are stale."""
+        """Cancel the action of a turn that was ended in the store, with its task or agent.
+
+        `epoch`: claims before it are stale.
+        """
         turn = self._turns.get(agent_id)
         if turn is not None and turn.epoch < epoch:
             turn.is_ended = turn.is_stopping = True
@@ -302,7 +306,7 @@ class LlmHandler:
         if self._follow_configuration:
             await self._retry_store(claim, self._follow_configuration)
         try:
-            profile = await self._profile(claim.agent_id)
+            profile = await self._retry_store(claim, partial(self._profile, claim.agent_id))
         except Refused:
             message = "I am no longer described in coterie.toml: put me back there, then resume me"
             return ActionResult(event=ModelFailed(message=message, recovery="block", category="no_agent"))
@@ -334,6 +338,7 @@ class LlmHandler:
     # The model
 
     async def _ask(self, claim: Claim, profile: Profile, turn: RunningTurn) -> Event:
+        asked = self._services_of(claim.agent_id)
         try:
             answer = await self._answer(claim, profile, turn)
         except StaleClaim:
@@ -345,6 +350,9 @@ class LlmHandler:
         except ServiceError as error:
             log.warning("%s got no answer: %s", claim.agent_id, error)
             failed = classify_failure(error, claim.model_failures, random.random())
+            if failed.recovery == "block" and self._services_of(claim.agent_id) != asked:
+                # The cause may be gone, and nothing would unblock the agent: the change was applied before it blocks.
+                failed = msgspec.structs.replace(failed, recovery="retry", delay=timedelta(0))
             if failed.recovery == "retry":
                 with contextlib.suppress(Refused):  # a reload may have removed its service
                     self._model_metrics.count_retry(self._directory.service_of(claim.agent_id).id, error)
@@ -379,6 +387,13 @@ class LlmHandler:
             attachments=attachments,
             cut_off=_CUT_OFF.get(answer.finish_reason),
         )
+
+    def _services_of(self, agent_id: str) -> Sequence[ServiceEntry]:
+        """Return the service of the agent and its fallbacks; nothing if it has no service."""
+        try:
+            return self._models.entries_of(self._directory.service_of(agent_id).id)
+        except Refused:
+            return ()
 
     async def _fit_text(
         self, claim: Claim, text: str, files: tuple[InlineFile, ...] = ()
@@ -592,9 +607,8 @@ class LlmHandler:
 
     async def _send(self, claim: Claim, index: int, call: ToolCall, key: str) -> ActionResult:
         try:
-            envelope = await self._bus.describe_attachments(
-                build_envelope(claim.agent_id, call.arguments, key=key, cause=claim.cause)
-            )
+            built = build_envelope(claim.agent_id, call.arguments, key=key, cause=claim.cause)
+            envelope = await self._retry_store(claim, lambda: self._bus.describe_attachments(built))
             self._check_pair_rate(envelope)
         except Refused as refusal:
             return ActionResult(event=CallEnded(index=index, ok=False, result=refusal.to_json()))

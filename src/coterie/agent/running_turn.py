@@ -47,7 +47,7 @@ class RunningTurn:
     epoch: int = 0
     """Of the claim that it runs under."""
     is_ended: bool = False
-    """The turn was ended in the store, together with its task: results of its actions are refused."""
+    """The turn was ended in the store, with its task or its agent: results of its actions are refused."""
     summaries: int = 0
     """Summaries that the model was asked for in this step."""
 

@@ -438,9 +438,11 @@ class Scheduler:
         key = self._turns.pop(turn)
         slot.release()
         self._on_release()  # the turn may have ended without a slot
-        if turn.cancelled():
+        if turn.cancelled() and turn.cancelling():
             return
-        if error := turn.exception():
+        # Some libraries raise `CancelledError` although no caller has cancelled the turn.
+        error = asyncio.CancelledError() if turn.cancelled() else turn.exception()
+        if error:
             # The claim is still stored. Releasing it counts as a crash of the turn.
             self._failed.add(key)
             self._wake.set()

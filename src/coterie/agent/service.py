@@ -184,10 +184,15 @@ class AgentDirectory:
         """Return the ids of agents whose models have the capability."""
         return [agent for agent in self if self.capabilities_of(agent).has(capability, direction)]
 
-    async def readers_of(self, kind: ArtifactType, size: int) -> Sequence[str]:
+    async def readers_of(self, kind: ArtifactType, size: int, mime_type: str = "") -> Sequence[str]:
         """Return the ids of agents whose models read a file of that type and size natively."""
-        able = await self.with_capability(CAPABILITY_BY_TYPE[kind])
-        return [agent for agent in able if size <= self.service_of(agent).limits.for_type(kind)]
+        needed = CAPABILITY_BY_TYPE[kind]
+        entries = {agent: self.service_of(agent) for agent in await self.with_capability(needed)}
+        return [
+            agent
+            for agent, entry in entries.items()
+            if size <= entry.limits.for_type(kind) and self._learned_limits.takes_type(entry, needed, mime_type)
+        ]
 
 
 MAX_CHILDREN = 64
@@ -350,8 +355,10 @@ class AgentService:
         try:
             await self._store.create_agent(Agent(id=profile.id, name=profile.name, parent=profile.parent, profile=data))
         except Refused:
-            # Another process was faster: with the same creation after a takeover, or with another agent.
-            await self._exists(profile)
+            # Another process was faster: with the same creation after a takeover, or with another agent. Or the
+            # parent was terminated.
+            if not await self._exists(profile):
+                raise
         self._directory.add(profile)
 
     async def terminate(self, agent_id: str, by: str) -> Sequence[str]:
@@ -359,10 +366,15 @@ class AgentService:
         if by not in (PERSON, await self._parent(agent_id)):
             raise Refused("not_yours", f"only its parent or the person may terminate {agent_id}")
         await self.refresh_directory()  # other processes may have created descendants a moment ago
-        terminated = [*self._descendants(agent_id), agent_id]
-        for terminated_id in terminated:
-            await self._store.terminate(terminated_id)
-            self._directory.mark_terminated(terminated_id)
+        terminated, family = list[str](), [*self._descendants([agent_id]), agent_id]
+        while family:
+            for one in family:
+                await self._store.terminate(one)
+                self._directory.mark_terminated(one)
+            terminated = [*terminated, *family]
+            # Each of them may have created agents until it was terminated.
+            await self.refresh_directory()
+            family = self._descendants(terminated)
         return terminated
 
     async def _parent(self, agent_id: str) -> str | None:
@@ -406,7 +418,7 @@ class AgentService:
         if children >= MAX_CHILDREN:
             raise Refused("too_many_children", f"{parent} has {children} agents already: terminate some first")
         root = self._root(parent)
-        if (count := len(self._descendants(root))) >= MAX_DESCENDANTS:
+        if (count := len(self._descendants([root]))) >= MAX_DESCENDANTS:
             raise Refused("too_many_children", f"there are {count} agents below {root} already: terminate some first")
 
     def _root(self, agent_id: str) -> str:
@@ -417,17 +429,17 @@ class AgentService:
             path.append(parent)
         return path[-1]
 
-    def _descendants(self, agent_id: str) -> list[str]:
-        """Return all descendants by `parent`, deepest first."""
+    def _descendants(self, ancestors: Sequence[str]) -> list[str]:
+        """Return all descendants of these agents by `parent`, deepest first."""
         children: dict[str | None, list[str]] = {}
         for profile in self._directory.all_profiles():
             children.setdefault(profile.parent, []).append(profile.id)
-        queue, seen = [agent_id], {agent_id}
+        queue, seen = [*ancestors], {*ancestors}
         for parent in queue:
             new = [child for child in children.get(parent, ()) if child not in seen]
             queue += new  # extends this loop
             seen.update(new)
-        return queue[:0:-1]
+        return queue[len(ancestors) :][::-1]
 
 
 def _check_description(text: str) -> str:

@@ -393,7 +393,7 @@ class _ToolLoop:
         self._begun: set[LoopCall] = set()
         self._tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], LoopCall] = weakref.WeakKeyDictionary()
         """The call of each task, including tasks that a tool created."""
-        self._is_retired = False
+        self._is_retired = self._is_stopped = False
         self.probe = _LoopProbe(self._loop)
         self.thread = threading.Thread(target=self._run, name="coterie-async-tools", daemon=True)
         self.thread.start()
@@ -420,14 +420,14 @@ class _ToolLoop:
 
     def stop(self) -> None:
         with contextlib.suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._stop)
 
     # In its own thread
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            self._run_until_stopped()
             left = asyncio.all_tasks(self._loop)
             for task in left:
                 task.cancel()
@@ -437,12 +437,21 @@ class _ToolLoop:
         finally:
             self._loop.close()
 
+    def _run_until_stopped(self) -> None:
+        while not self._is_stopped:
+            # A task of a tool that raises one of these also ends `run_forever`. All other calls must go on.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
+
+    def _stop(self) -> None:
+        self._is_stopped = True
+        self._loop.stop()
+
     def _begin(self, call: LoopCall) -> None:
         _CALL.set(call)
         task = call.begin()
         if task is None:
-            self._calls.pop(call, None)
-            self._stop_if_done()
+            self._end(call)
         else:
             self._begun.add(call)
             task.add_done_callback(lambda _: self._end(call))
@@ -454,7 +463,7 @@ class _ToolLoop:
 
     def _stop_if_done(self) -> None:
         if self._is_retired and not self._begun:
-            self._loop.stop()
+            self._stop()
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(work, loop=loop, **options)

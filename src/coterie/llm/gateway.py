@@ -7,12 +7,14 @@ services. The caller retries after a transient error.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import timedelta
+from hashlib import sha256
 
 from msgspec.structs import replace
 
@@ -20,8 +22,8 @@ from coterie.clock import Clock
 from coterie.llm.call_metrics import ModelCallMetrics
 from coterie.llm.concurrency import ServiceQueue, ServiceQueues
 from coterie.llm.config import ServiceEntry, ServiceRegistry
-from coterie.llm.learned_limits import LearnedLimits
-from coterie.llm.routing import CapabilityRouter, required_capabilities
+from coterie.llm.learned_limits import LearnedLimits, content_limit, type_limit
+from coterie.llm.routing import CapabilityRouter, newest_files, required_capabilities
 from coterie.llm.service import (
     CircuitOpen,
     Completion,
@@ -36,6 +38,8 @@ from coterie.llm.service import (
     TransientReason,
     UnsupportedCapability,
 )
+
+log = logging.getLogger(__name__)
 
 MAX_FAILURES = 5
 FIRST_OPEN_SECONDS = 15.0
@@ -59,7 +63,17 @@ class CircuitBreaker:
         """How long the breaker opens next time; doubles each time."""
         self._probe_at: float | None = None
         """Time of the next probe; None: closed."""
-        self._probing = False
+        self._no_probe = asyncio.Event()
+        """Set while no probe is running."""
+        self._no_probe.set()
+
+    @property
+    def is_probing(self) -> bool:
+        return not self._no_probe.is_set()
+
+    async def wait_for_probe(self) -> None:
+        """Wait until no probe is running."""
+        await self._no_probe.wait()
 
     def seconds_until_allowed(self, now: float) -> float:
         """Return 0 if a request may start now."""
@@ -67,16 +81,24 @@ class CircuitBreaker:
             return 0.0
         if now < self._probe_at:
             return self._probe_at - now
-        return PROBE_RECHECK_SECONDS if self._probing else 0.0
+        return PROBE_RECHECK_SECONDS if self.is_probing else 0.0
 
     def start_request(self) -> bool:
         """Register a request after `seconds_until_allowed` returned 0. True: it is a probe, so record its end."""
-        self._probing = self._probe_at is not None
-        return self._probing
+        if self._probe_at is None:
+            return False
+        self._no_probe.clear()
+        return True
 
     def record_success(self) -> None:
         self._failures, self._open_seconds = 0, self._first_open
-        self._probe_at, self._probing = None, False
+        self._probe_at = None
+        self._no_probe.set()
+
+    def end_probe(self) -> None:
+        """The probe has begun to answer: let others through. The next failure without a success opens again."""
+        self._failures, self._probe_at = self._max_failures - 1, None
+        self._no_probe.set()
 
     def record_failure(self, now: float, *, probe: bool) -> None:
         # Requests that started before the breaker opened fail for the same cause; do not count them again.
@@ -84,21 +106,22 @@ class CircuitBreaker:
             return
         self._failures += 1
         if probe or self._failures >= self._max_failures:
-            self._probe_at, self._probing = now + self._open_seconds, False
+            self._probe_at = now + self._open_seconds
             self._open_seconds = min(self._max_open, self._open_seconds * 2)
+            self._no_probe.set()
 
     def trip(self, now: float, *, at_least: float = 0.0) -> None:
         """Open at once, because a fallback can answer. `at_least`: seconds the service asked us to wait."""
         if self._probe_at is None:
             self._probe_at = now + self._open_seconds
             self._open_seconds = min(self._max_open, self._open_seconds * 2)
-        if not self._probing:
+        if not self.is_probing:
             self._probe_at = max(self._probe_at, now + at_least)
 
     def record_abandoned(self, *, probe: bool) -> None:
         """Record that the caller cancelled the request. This is neither a success nor a failure of the service."""
         if probe:
-            self._probing = False
+            self._no_probe.set()
 
 
 Stream = AsyncGenerator[TextDelta | Completion, None]
@@ -153,18 +176,17 @@ class ModelGateway:
 
         If a service fails before its first delta, its `fallback` services are tried in order. After the first delta no
         other service continues the answer: the error then has `retry_after` 0, and the retry goes to the fallback. If
-        all services fail, the error names them all.
+        all services fail, the error names them all. If the service is changed while the request waits for a slot, the
+        request goes to the changed one.
 
         `for_person`: the request answers a message of the person and precedes requests of agents. `on_start` is called
         with the service that is asked, after the queue, right before each sending; if it raises, nothing is sent.
         """
-        first = self._services.get(service_id)
-        entries = [first, *map(self._services.get, first.fallback)]
-        failures: list[ServiceError] = []
-        for number, entry in enumerate(entries, 1):
-            has_output = False
+        entries, failures = self.entries_of(service_id), list[ServiceError]()
+        while entries:
+            entry, has_output = entries.pop(0), False
             attempt = _Attempt(
-                request, agent_id, (service_id, for_person), has_fallback=number < len(entries), on_start=on_start
+                request, agent_id, (service_id, for_person), has_fallback=bool(entries), on_start=on_start
             )
             try:
                 async with aclosing(self._try_service(entry, attempt)) as pieces:
@@ -172,9 +194,11 @@ class ModelGateway:
                         has_output = True
                         yield piece
                 return
+            except _EntryChanged:
+                entries, failures = self.entries_of(service_id), []
             except ServiceError as error:
                 error.service = entry.id
-                if has_output or len(entries) == 1 or not _fallback_may_help(error):
+                if has_output or not _fallback_may_help(error):
                     raise
                 failures.append(error)
         raise _combine(failures)
@@ -186,6 +210,11 @@ class ModelGateway:
     def count_waiting(self, service_id: str, *, for_person: bool) -> int:
         """Return the number of requests for this service that wait for a slot. Thread-safe."""
         return self._waiting[service_id, for_person]
+
+    def entries_of(self, service_id: str) -> list[ServiceEntry]:
+        """Return the entries of the service and its fallbacks, in order. `UnknownService`: there is no such service."""
+        first = self._services.get(service_id)
+        return [first, *map(self._services.get, first.fallback)]
 
     def entry(self, service_id: str) -> ServiceEntry:
         """Return the service's entry. `UnknownService`: there is none."""
@@ -215,14 +244,15 @@ class ModelGateway:
         breaker = active.breaker
         active.users += 1
         try:
-            self._check_breaker(entry, breaker)
-            await self._acquire_slot(active.queue, attempt.key)
+            await self._acquire_slot(entry, active, attempt)
             try:
+                if not self._services.has_unchanged(entry):
+                    raise _EntryChanged
                 refused, started, limit = set[str](), self._clock.monotonic(), None
                 while True:
-                    self._check_breaker(entry, breaker)  # it may have opened while the request waited
                     # Adapted after the queue, so that waiting requests hold no attachments in memory.
                     adapted = await self._router.fit(attempt.request, entry, agent_id=attempt.agent_id)
+                    self._check_breaker(entry, breaker)  # it may have opened while the request waited
                     if attempt.on_start:
                         attempt.on_start(entry)
                     has_output = False
@@ -261,6 +291,9 @@ class ModelGateway:
             piece = await _first(pieces, limit)
             if piece is not None:
                 measurement.observe_first_piece()
+                if probe:  # an answer may take minutes
+                    breaker.end_probe()
+                    probe = False
             while piece is not None:
                 if isinstance(piece, Completion):
                     breaker.record_success()
@@ -278,11 +311,23 @@ class ModelGateway:
             if isinstance(pieces, AsyncGenerator):
                 await pieces.aclose()
 
-    async def _acquire_slot(self, queue: ServiceQueue, key: tuple[str, bool]) -> None:
-        """Wait for a slot; the caller releases it."""
+    async def _acquire_slot(self, entry: ServiceEntry, active: _ActiveService, attempt: _Attempt) -> None:
+        """Wait for a slot; the caller releases it.
+
+        A probe may take minutes. A request without a fallback waits for its end, because an error would count as a
+        failed try of its agent, and a few tries block the agent.
+        """
+        breaker, key = active.breaker, attempt.key
         self._waiting[key] += 1
         try:
-            await queue.acquire(for_person=key[1])
+            while True:
+                if not attempt.has_fallback:
+                    await breaker.wait_for_probe()
+                self._check_breaker(entry, breaker)
+                await active.queue.acquire(for_person=key[1])
+                if attempt.has_fallback or not breaker.is_probing:
+                    return
+                active.queue.release()
         finally:
             self._stop_waiting(key)
 
@@ -299,11 +344,16 @@ class ModelGateway:
     def _learn_limit(
         self, error: UnsupportedCapability, entry: ServiceEntry, sent: ModelRequest, refused: set[str]
     ) -> bool:
-        """Record the refused capability. False if the request did not use it, so a retry would be the same."""
-        if error.capability in refused or error.capability not in required_capabilities(sent):
+        """Record what was refused. False if the request did not use it, so a retry would be the same."""
+        limits = {type_limit(error.capability, one) for one in error.types} or {error.capability}
+        if error.is_content:
+            files = newest_files(sent, error.capability)
+            limits = {content_limit(error.capability, sha256(file.data).hexdigest()) for file in files}
+        if limits <= refused or error.capability not in required_capabilities(sent):
             return False
-        refused.add(error.capability)
-        self._learned_limits.record(entry, error.capability, str(error))
+        refused |= limits
+        for limit in sorted(limits):
+            self._learned_limits.record(entry, limit, str(error))
         return True
 
     def _retry_pause(
@@ -353,10 +403,16 @@ class ModelGateway:
         outdated = {entry: active for entry, active in self._active.items() if not self._services.has_unchanged(entry)}
         if not any(active.users for active in outdated.values()):
             self._applied_version = self._services.version
-        for entry, active in outdated.items():
-            if not active.users:
-                del self._active[entry]
-                await active.service.close()
+        # Removed before the first await: another request may end meanwhile.
+        for idle in [self._active.pop(entry) for entry, active in outdated.items() if not active.users]:
+            try:
+                await idle.service.close()
+            except Exception as error:  # the request that has just ended must not fail
+                log.warning("the connections of service %s cannot be closed: %s", idle.service.id, error)
+
+
+class _EntryChanged(Exception):
+    """The service was changed or removed while the request waited for a slot. Nothing was sent."""
 
 
 @dataclass(slots=True)

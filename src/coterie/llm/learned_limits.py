@@ -23,6 +23,8 @@ from coterie.text import one_line, to_storable
 
 log = logging.getLogger(__name__)
 
+MAX_LIMITS = 200
+"""Per service. The oldest is forgotten, and learned again if it is needed."""
 T = TypeVar("T")
 
 
@@ -70,9 +72,20 @@ def _read(file: Path, kind: type[dict[str, _Record[T]]]) -> dict[str, _Record[T]
         return {}
 
 
+def type_limit(capability: str, mime_type: str) -> str:
+    """Return the name of a limit for one type of file: the service takes others."""
+    return f"{capability}:{mime_type}"
+
+
+def content_limit(capability: str, sha256: str) -> str:
+    """Return the name of a limit for one content: the service takes others of its type."""
+    return f"{capability}#{sha256}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedLimit:
     capability: str
+    """A capability, a `type_limit` or a `content_limit`."""
     source: str
     """The provider's error message."""
     at: datetime
@@ -87,7 +100,10 @@ class LearnedLimits:
 
     def record(self, entry: ServiceEntry, capability: str, source: str) -> None:
         limit = LearnedLimit(capability=capability, source=one_line(to_storable(source), 200), at=self._clock.now())
-        self._records.put(entry, self._current(entry) | {capability: limit})
+        limits = self._current(entry) | {capability: limit}
+        while len(limits) > MAX_LIMITS:
+            del limits[next(iter(limits))]
+        self._records.put(entry, limits)
         self.version += 1
         log.warning("service %s refused %s and is not sent it any more: %s", entry.id, capability, limit.source)
 
@@ -96,6 +112,15 @@ class LearnedLimits:
 
     def is_refused(self, entry: ServiceEntry, capability: str) -> bool:
         return capability in self._current(entry)
+
+    def takes_file(self, entry: ServiceEntry, capability: str, mime_type: str, sha256: str) -> bool:
+        """True unless the service refused this content or files of this type."""
+        limits = self._current(entry)
+        return content_limit(capability, sha256) not in limits and type_limit(capability, mime_type) not in limits
+
+    def takes_type(self, entry: ServiceEntry, capability: str, mime_type: str) -> bool:
+        """True unless the service refused files of this type."""
+        return not self.is_refused(entry, type_limit(capability, mime_type))
 
     def effective_capabilities(self, entry: ServiceEntry) -> Capabilities:
         """Return the declared capabilities without the refused ones."""

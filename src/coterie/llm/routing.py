@@ -47,7 +47,7 @@ _ESCAPED = re.compile("[<>\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff
 
 
 class Readers(Protocol):
-    async def readers_of(self, kind: ArtifactType, size: int) -> Sequence[str]:
+    async def readers_of(self, kind: ArtifactType, size: int, mime_type: str = "") -> Sequence[str]:
         """Return the live agents whose models accept such a file as bytes."""
         ...
 
@@ -71,7 +71,7 @@ class ContentAdapter:
         """
         capable: list[str] = []
         if reason != "missing":
-            readers = await self._readers.readers_of(attachment.type, attachment.size)
+            readers = await self._readers.readers_of(attachment.type, attachment.size, attachment.mime_type)
             capable = [agent for agent in readers if agent != agent_id][:MAX_CAPABLE_AGENTS]
         description: dict[str, Any] = {
             "artifactRef": attachment.artifact_ref,
@@ -195,7 +195,9 @@ class CapabilityRouter:
         )
         limit = entry.limits.for_type(verified.type)
         capabilities = self._learned_limits.effective_capabilities(entry)
-        if not capabilities.has(CAPABILITY_BY_TYPE[verified.type], "input"):
+        needed = CAPABILITY_BY_TYPE[verified.type]
+        is_taken = self._learned_limits.takes_file(entry, needed, verified.mime_type, artifact.sha256)
+        if not is_taken or not capabilities.has(needed, "input"):
             return await describe(verified, "ability")
         if verified.size > limit:
             return await describe(verified, "size", limit=limit)
@@ -229,6 +231,20 @@ def required_capabilities(request: ModelRequest) -> frozenset[str]:
     has_calls = any(isinstance(message, AssistantMessage) and message.calls for message in request.messages)
     needed |= {"tool_calling"} if request.tools or has_calls else set()
     return frozenset(needed | ({"structured_output"} if request.answer_schema else set()))
+
+
+def newest_files(request: ModelRequest, capability: str) -> list[InlineFile]:
+    """Return the files of a request that need the capability: those after the last answer, else all of them."""
+    all_files, newest = list[InlineFile](), list[InlineFile]()
+    for message in request.messages:
+        if isinstance(message, AssistantMessage):
+            newest = []
+        elif isinstance(message, UserMessage):
+            files = [part for part in message.parts if isinstance(part, InlineFile)]
+            files = [file for file in files if CAPABILITY_BY_TYPE[file.type] == capability]
+            all_files += files
+            newest += files
+    return newest or all_files
 
 
 def _without_tools(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, Protocol, Self, TypeVar
@@ -311,9 +311,15 @@ class ContextTooLong(ServiceError):
 
 
 class UnsupportedCapability(ServiceError):
-    def __init__(self, message: str, *, capability: str) -> None:
+    def __init__(
+        self, message: str, *, capability: str, types: Set[str] = frozenset(), is_content: bool = False
+    ) -> None:
         self.capability = capability
         """`vision`, `audio`, `file`, `tool_calling` or `structured_output`."""
+        self.types = types
+        """MIME types that the service refused. Empty: it refused the capability."""
+        self.is_content = is_content
+        """The service refused the content of a file, which it does not name."""
         super().__init__(message)
 
 

@@ -77,6 +77,9 @@ class ModelServer:
         await asyncio.gather(*ending, return_exceptions=True)
 
     def script(self, *replies: Reply | Callable[[ReceivedRequest], Reply]) -> None:
+        """Add replies. `TypeError`: one of them is no reply; sent, it would look like a lost connection."""
+        for reply in replies:
+            _check_reply(reply)
         self._script.extend(replies)
 
     async def wait_for_request(self, count: int = 1) -> ReceivedRequest:
@@ -337,6 +340,12 @@ class CustomReply:
 
 
 Reply = str | Says | Status | CustomReply
+
+
+def _check_reply(reply: object) -> None:
+    if not isinstance(reply, Reply) and not callable(reply):
+        hint = ": wrap it, as in Says(calls=(Calls(...),))" if isinstance(reply, Calls) else ""
+        raise TypeError(f"a reply is a text, Says, Status, CustomReply or a function, not {type(reply).__name__}{hint}")
 
 
 async def send_reply(reply: Reply, request: ReceivedRequest, connection: ServerConnection) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from coterie.llm.providers.any_llm import AnyLLMService
+from coterie.llm.providers.errors import RequestContext
 from coterie.llm.service import (
     AssistantMessage,
     ContextTooLong,
@@ -67,6 +68,16 @@ async def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pyt
         'run pip install "coterie[providers]", or change provider in llmservices.json'
     )
     await main.close()
+
+
+async def test_a_conversation_that_is_too_long_is_no_file_that_is_too_large() -> None:
+    class ContextLengthExceededError(Exception):
+        """The error of any-llm, which has no status."""
+
+    context = RequestContext(service="main", address="", model="m", file_types={"image/png": "vision"})
+    found = service("http://127.0.0.1:1/v1").to_service_error(context, ContextLengthExceededError("It is too much"))
+
+    assert isinstance(found, ContextTooLong)
 
 
 @installed

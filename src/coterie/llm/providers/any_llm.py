@@ -15,7 +15,7 @@ import msgspec
 from coterie.clock import Clock, SystemClock
 from coterie.llm.providers import errors
 from coterie.llm.providers.errors import RequestContext
-from coterie.llm.providers.openai import Dialect, call_ids, capabilities_sent, names_by_api_name
+from coterie.llm.providers.openai import Dialect, call_ids, capabilities_sent, file_types_sent, names_by_api_name
 from coterie.llm.providers.openai_stream import CompletionBuilder, ResponseReader, stream_completion
 from coterie.llm.service import (
     DEFAULT_SAMPLING,
@@ -87,7 +87,7 @@ class AnyLLMService:
         return self._id
 
     async def generate(self, request: ModelRequest) -> AsyncIterator[TextDelta | Completion]:
-        context = replace(self._context, capabilities=capabilities_sent(request))
+        context = replace(self._context, capabilities=capabilities_sent(request), file_types=file_types_sent(request))
         builder = CompletionBuilder(taken_ids=call_ids(request), tool_names=names_by_api_name(request.tools))
         reader = ResponseReader(context, builder, self._clock.now())
         async with self._client_lock:
@@ -115,6 +115,8 @@ class AnyLLMService:
         if status and status >= 300:
             body = {key: getattr(error, key, None) for key in ("message", "code", "param", "error_type")}
             body["message"] = body["message"] or str(error)
+            if type(error).__name__ == "ContextLengthExceededError":
+                body["code"] = body["code"] or "context_length_exceeded"  # 413 alone may mean a file
             response = errors.parse_error_body(status, body, getattr(error, "retry_after", None))
             return errors.classify(context, response, self._clock.now())
         if isinstance(original, ValueError | RecursionError | AttributeError | TypeError):

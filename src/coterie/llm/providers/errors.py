@@ -61,6 +61,15 @@ _REFUSAL = re.compile(
     r"|unknown (part|content) type",
     re.I,
 )
+_REFUSAL_STATUSES = (400, 404, 415, 422, 500, 501)
+_REFUSED_TYPE = re.compile(r"(?:unsupported|not support)[^.;]{0,40}?([a-z]+/[a-z0-9][\w.+-]*)")
+_TAKEN_TYPES = re.compile(r"\b(?:formats?|types?)\b[^.;]{0,60}(?:png|jpe?g|gif|webp|pdf|wav|mp3)")
+_BAD_CONTENT = re.compile(
+    r"(could not|unable to|failed to) (be )?(process|load|read|parse|decode|open|identify)"
+    r"|not (represent )?a valid (image|audio|pdf|file|document)|corrupt|dimensions"
+    r"|\b(image|audio|file|document|pdf)\b.{0,20} exceeds?\b",
+    re.I,
+)
 _CAPABILITY_WORDS = {
     # First: an error about an answer format may name tools too.
     "structured_output": re.compile(r"response_format|json_schema|structured output|grammar", re.I),
@@ -92,6 +101,8 @@ class RequestContext:
     """Other values that no message may contain."""
     capabilities: Set[str] = frozenset()
     """Which of the capabilities beyond text the request uses; only these can be refused."""
+    file_types: Mapping[str, str] = field(default_factory=dict)
+    """The MIME types of the files in the request, and the capability that each needs."""
 
     def describe(self, problem: str, advice: str) -> str:
         return f'service "{self.service}" {problem}: {advice}'
@@ -166,7 +177,9 @@ def _classify(context: RequestContext, response: ErrorResponse, now: datetime) -
     if status == 402 or (_QUOTA.search(text) and not response.is_temporary):
         advice = f"check the plan and billing of its account, or choose another service in {_FILE}"
         return PermanentError(context.describe(f"has no quota left ({status}){quote}", advice), category="quota")
-    if status == 413 or (status != 429 and _TOO_LONG.search(text)):
+    # A proxy limits the size of a request. If it has files, they are the cause: no text is that long.
+    is_file_too_large = status == 413 and context.file_types and not _TOO_LONG.search(text)
+    if not is_file_too_large and (status == 413 or (status != 429 and _TOO_LONG.search(text))):
         advice = f"shorten it, or check contextTokens in {_FILE}"
         limit, sent = _token_counts(text)
         problem = f"says the conversation is too long ({status}){quote}"
@@ -174,6 +187,16 @@ def _classify(context: RequestContext, response: ErrorResponse, now: datetime) -
     if _CONTENT.search(text):
         problem = f"refused the content ({status}){quote}"
         return PermanentError(context.describe(problem, "say it differently"), category="content")
+    if types := _refused_types(context, response):
+        problem = f"does not take {', '.join(sorted(types))} ({status}){quote}"
+        advice = f"check the capabilities in {_FILE}"
+        needed = context.file_types[min(types)]
+        return UnsupportedCapability(context.describe(problem, advice), capability=needed, types=types)
+    if capability := _refused_content(context, response):
+        problem = f"cannot use a file of the request ({status}){quote}"
+        return UnsupportedCapability(
+            context.describe(problem, "it is left out"), capability=capability, is_content=True
+        )
     if capability := _refused_capability(context, response):
         problem = f"does not take {capability} ({status}){quote}"
         return UnsupportedCapability(
@@ -280,9 +303,39 @@ def parse_retry_after(value: str | None, now: datetime) -> timedelta | None:
     return max(timedelta(0), min(wait, MAX_RETRY_AFTER))
 
 
+def _refused_types(context: RequestContext, response: ErrorResponse) -> frozenset[str]:
+    """Return the MIME types of files in the request that the error refuses, while others are taken."""
+    text = response.text.lower()
+    if response.status not in _REFUSAL_STATUSES or not _REFUSAL.search(text):
+        return frozenset()
+    if named := {found.rstrip(".") for found in _REFUSED_TYPE.findall(text)} & context.file_types.keys():
+        return frozenset(named)
+    if not _TAKEN_TYPES.search(text):
+        return frozenset()
+    # The error lists the types that are taken. It refuses the others that need the same capability.
+    about = {name for name, words in _CAPABILITY_WORDS.items() if words.search(text)}
+    needed = {one: need for one, need in context.file_types.items() if need in about}
+    others = {one for one in needed if one.partition("/")[2] not in text}
+    return frozenset(others) if len({needed[one] for one in others}) == 1 else frozenset()
+
+
+def _refused_content(context: RequestContext, response: ErrorResponse) -> str | None:
+    """Return the capability of a file whose content the service cannot use, although it takes files of its type."""
+    text = response.text
+    if response.status == 413:
+        return min(context.file_types.values(), default=None)
+    # Other errors with the status 500 are temporary. llama.cpp answers so to a file that it cannot decode.
+    if response.status not in (400, 415, 422) and not (response.status == 500 and "failed to load" in text.lower()):
+        return None
+    if not (_BAD_CONTENT.search(text) or _TAKEN_TYPES.search(text.lower())):
+        return None
+    used = {*context.file_types.values()}
+    return next((name for name, words in _CAPABILITY_WORDS.items() if name in used and words.search(text)), None)
+
+
 def _refused_capability(context: RequestContext, response: ErrorResponse) -> str | None:
     status, text = response.status, response.text
-    if status not in (400, 404, 415, 422, 500, 501) or not context.capabilities:
+    if status not in _REFUSAL_STATUSES or not context.capabilities:
         return None
     if status != 415 and not _REFUSAL.search(text):
         return None

@@ -126,6 +126,12 @@ def capabilities_sent(request: ModelRequest) -> frozenset[str]:
     return frozenset(used | {"structured_output"}) if request.answer_schema else frozenset(used)
 
 
+def file_types_sent(request: ModelRequest) -> Mapping[str, str]:
+    """Return the MIME types of the files that a request contains, and the capability that each needs."""
+    parts = (part for message in request.messages if isinstance(message, UserMessage) for part in message.parts)
+    return {part.mime_type: CAPABILITY_BY_TYPE[part.type] for part in parts if isinstance(part, InlineFile)}
+
+
 def call_ids(request: ModelRequest) -> set[str]:
     return {call.id for message in request.messages if isinstance(message, AssistantMessage) for call in message.calls}
 
@@ -305,7 +311,7 @@ class OpenAIService:
         return self._id
 
     async def generate(self, request: ModelRequest) -> AsyncIterator[TextDelta | Completion]:
-        context = replace(self._context, capabilities=capabilities_sent(request))
+        context = replace(self._context, capabilities=capabilities_sent(request), file_types=file_types_sent(request))
         builder = CompletionBuilder(taken_ids=call_ids(request), tool_names=names_by_api_name(request.tools))
         reader = ResponseReader(context, builder, self._clock.now())
         with DeadlineTimer(self.deadlines) as timer:

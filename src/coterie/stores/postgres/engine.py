@@ -53,7 +53,7 @@ from coterie.stores.postgres.session import PostgresSession, read_event_horizon
 from coterie.stores.postgres.transfer import PostgresSource
 from coterie.stores.postgres.writer import Writer
 from coterie.stores.sql.claims import EagerClaimer
-from coterie.stores.sql.jobs import Result
+from coterie.stores.sql.jobs import Result, run_read
 from coterie.stores.sql.migrations import migrate_postgres, require_newest_postgres, schema_scripts
 from coterie.stores.sql.retention import COUNTED_TABLES, DatabaseSize
 from coterie.stores.sql.rows import Connection, get_meta, make_secret, read_secret
@@ -305,7 +305,7 @@ class PostgresStore(SqlStore):
                     time.sleep(0.1)
             raise AssertionError("the last attempt returns or raises")
 
-        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+        return await run_read(self._readers, work)
 
     async def _event_horizon(self) -> int:
         return await self._read(lambda db: read_event_horizon(db, self._channels))

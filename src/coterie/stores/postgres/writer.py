@@ -32,7 +32,16 @@ from coterie.stores.postgres.connection import (
 )
 from coterie.stores.postgres.session import BatchCheckpoint, BatchCommit, PostgresSession
 from coterie.stores.sql.claims import RetryTransaction
-from coterie.stores.sql.jobs import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch, split_batch
+from coterie.stores.sql.jobs import (
+    CLOSED,
+    Job,
+    JobQueue,
+    Result,
+    collect_batch,
+    fail_batch,
+    settle_batch,
+    split_batch,
+)
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +86,7 @@ class Writer:
         `touches`: ids of agents to lock first. `messages`: how many messages it sends to them. `alone`: see `Job`.
         """
         if self._closed:
-            raise StoreUnavailable("the society is stopping: try again after its next start")
+            raise StoreUnavailable(CLOSED)
         future: asyncio.Future[Any] = self._loop.create_future()
         self._jobs.put(Job(run, future, on_settled, touches, messages, alone))
         return future

@@ -120,6 +120,9 @@ def add_agents(db: Connection, uow: UnitOfWork, agents: Sequence[Agent]) -> None
 
 
 def create_agent(db: Connection, uow: UnitOfWork, agent: Agent) -> None:
+    # It was alive a moment ago. An agent below it would outlive its family.
+    if agent.parent is not None and uow.mailbox(agent.parent).state == "terminated":
+        raise Refused("recipient_terminated", f"{agent.parent!r} was terminated")
     # The insert decides, not a read before it: another process may create an agent with this id at the same moment.
     if db.execute(_INSERT_AGENT, _agent_row(uow, agent)).rowcount == 0:
         raise Refused("id_taken", f"the id {agent.id!r} is taken: choose another, or leave it out")
@@ -164,6 +167,7 @@ def terminate(db: Connection, uow: UnitOfWork, agent_id: str) -> None:
     if mailbox.state == "terminated":
         return
     TurnTransaction(db, uow, agent_id, Rules()).terminate()
+    uow.ended_epochs[agent_id] = mailbox.epoch
     mailbox.state, mailbox.runnable_at, mailbox.waiting, mailbox.waiting_bytes = "terminated", None, 0, 0
     for row in db.execute(_SELECT_WAITING, {"recipient": agent_id}).fetchall():
         uow.dead_letter(StoredMessage._make(row), "recipient_terminated")

@@ -1,4 +1,4 @@
-"""Jobs for the writer thread: how they are batched, and how their callers get results."""
+"""Jobs for the writer thread: how they are batched, and how their callers get results. Reads in the reader threads."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import asyncio
 import logging
 import queue
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from coterie.errors import StoreUnavailable
 
 log = logging.getLogger(__name__)
+
+CLOSED = "the society is stopping: try again after its next start"
+T = TypeVar("T")
 
 MAX_BATCH_JOBS = 256
 """Jobs per commit. This limit bounds how long the first job waits for the last."""
@@ -55,6 +61,15 @@ class Job:
     def reset(self) -> None:
         """Forget the result of an earlier run."""
         self.result = self.error = None
+
+
+async def run_read(readers: Executor, read: Callable[[], T]) -> T:
+    """Run `read` in a reader thread. `StoreUnavailable`: the store is closed."""
+    try:
+        reading = asyncio.get_running_loop().run_in_executor(readers, read)
+    except RuntimeError as error:  # the readers were shut down
+        raise StoreUnavailable(CLOSED) from error
+    return await reading
 
 
 JobQueue = queue.SimpleQueue[Job | None]

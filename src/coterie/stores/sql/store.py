@@ -216,7 +216,8 @@ class SqlStore(SqlOverview):
         await self._transact(partial(commands.add_agents, agents=agents), touches=[agent.id for agent in agents])
 
     async def create_agent(self, agent: Agent) -> None:
-        await self._transact(lambda db, uow: commands.create_agent(db, uow, agent), touches=[agent.id])
+        touches = [agent.id] if agent.parent is None else [agent.id, agent.parent]
+        await self._transact(lambda db, uow: commands.create_agent(db, uow, agent), touches=touches)
 
     async def terminate(self, agent_id: str) -> None:
         await self._transact(lambda db, uow: commands.terminate(db, uow, agent_id), touches=[agent_id])

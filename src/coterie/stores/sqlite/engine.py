@@ -19,7 +19,7 @@ from coterie.ids import new_id
 from coterie.messages import Message
 from coterie.store import Limits, Page, StoreInfo, Worker, worker_name
 from coterie.stores.sql.claims import EagerClaimer
-from coterie.stores.sql.jobs import Result
+from coterie.stores.sql.jobs import Result, run_read
 from coterie.stores.sql.migrations import migrate_sqlite, sqlite_version
 from coterie.stores.sql.retention import COUNTED_TABLES, DatabaseSize
 from coterie.stores.sql.rows import (
@@ -309,7 +309,7 @@ class SqliteStore(SqlStore):
             except DATABASE_ERRORS as error:
                 raise to_store_error(error) from error
 
-        result = await asyncio.get_running_loop().run_in_executor(self._readers, work)
+        result = await run_read(self._readers, work)
         if self._writer and (flushed := self._writer.flush(all_commits=False)):
             await flushed  # a commit that must be durable before its rows are shown
         return result

@@ -27,7 +27,16 @@ from typing import Any, NamedTuple
 from coterie.errors import CoterieError, StoreBroken, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
 from coterie.stores.sql.claims import RetryTransaction
-from coterie.stores.sql.jobs import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch, split_batch
+from coterie.stores.sql.jobs import (
+    CLOSED,
+    Job,
+    JobQueue,
+    Result,
+    collect_batch,
+    fail_batch,
+    settle_batch,
+    split_batch,
+)
 from coterie.stores.sqlite import connection
 from coterie.stores.sqlite.connection import Durability, LastCommitFile, OpenFiles, to_store_error
 
@@ -119,7 +128,7 @@ class Writer:
         if self._broken:
             raise self._broken
         if self._closed:
-            raise StoreUnavailable("the society is stopping: try again after its next start")
+            raise StoreUnavailable(CLOSED)
         job = Job(run, self._loop.create_future(), on_settled, alone=alone)
         may_run_inline = small and not (durable and self._flushes) and self._enqueued == self._ran
         if not (may_run_inline and self._run_inline(job)):
