@@ -59,21 +59,21 @@ class Writer:
         db: sqlite3.Connection,
         on_broken: Callable[[StoreBroken], None],
         on_rollback: Callable[[], None],
-        last_event: Callable[[], int],
+        write_events: Callable[[], int],
         *,
         path: Path,
         files: OpenFiles,
         last_commit: LastCommitFile,
         durability: Durability = "full",
     ) -> None:
-        """`on_broken`: called on the event loop when writing cannot go on. `on_rollback`: drops cached rows.
-        `last_event`: number of the newest event, in the transaction.
+        """`on_broken`: called on the event loop when writing cannot go on. `on_rollback`: drops cached rows and events
+        that are not written. `write_events`: writes the events of the jobs; returns the number of the newest event.
 
         `path`: of the database, whose write-ahead log exists. `files`: checked before and after every commit; jobs fail
         if a file is gone. `last_commit`: updated after every commit. `durability`: relaxed never waits for a flush.
         """
         self._folder, self._files, self._last_commit = path.parent, files, last_commit
-        self._db, self._on_broken, self._on_rollback, self._last_event = db, on_broken, on_rollback, last_event
+        self._db, self._on_broken, self._on_rollback, self._write_events = db, on_broken, on_rollback, write_events
         self._flushes, self._checkpoint_rows = durability == "full", CHECKPOINT_ROWS[durability]
         self._wal = os.open(path.with_name(f"{path.name}-wal"), os.O_RDWR | os.O_CLOEXEC)
         db.execute("PRAGMA synchronous = NORMAL")
@@ -249,9 +249,8 @@ class Writer:
             if not self._begin(wait=not inline):
                 return False
             rows = self._db.total_changes
-            for job in batch:
-                self._run(job, is_only_job=len(batch) == 1)
-            last_event = self._last_event()
+            self._run_batch(batch)
+            last_event = self._write_events()
             hit("commit.before")
             # A commit that wrote nothing gets no number, but its jobs may have seen one that is not durable yet.
             head = _Head(self._head.commit + (self._db.total_changes != rows), last_event)
@@ -321,6 +320,27 @@ class Writer:
             time.sleep(BUSY_PAUSE_SECONDS)
             waited += BUSY_PAUSE_SECONDS
 
+    def _run_batch(self, batch: list[Job]) -> None:
+        """Run the jobs. If one of several fails, all are undone and run again, each in its own savepoint.
+
+        Failures are rare, and in a savepoint SQLite copies every page that is changed.
+        """
+        if len(batch) == 1:
+            self._run(batch[0], is_only_job=True)
+            return
+        try:
+            for job in batch:
+                job.reset()
+                job.result = job.run(self._db)
+        except Exception as error:
+            if _is_database_error(error):
+                raise
+            self._on_rollback()
+            self._db.execute("ROLLBACK")
+            self._begin(wait=True)
+            for job in batch:
+                self._run(job, is_only_job=False)
+
     def _run(self, job: Job, *, is_only_job: bool) -> None:
         """Run one job, in its own savepoint unless it is the only one of the batch."""
         job.reset()
@@ -329,13 +349,14 @@ class Writer:
         try:
             job.result = self._run_with_retry(job, is_only_job=is_only_job)
         except Exception as error:
-            if isinstance(error, sqlite3.Error | FailpointHit) and not isinstance(error, sqlite3.IntegrityError):
-                raise  # a database error: the whole batch is rolled back
+            if _is_database_error(error):
+                raise
             job.error = error
             if not isinstance(error, CoterieError):
                 log.exception("a transaction failed and was rolled back")
             self._roll_back_job(is_only_job=is_only_job)
         if not is_only_job:
+            self._write_events()  # those of a later job may be undone
             self._db.execute("RELEASE job")
 
     def _run_with_retry(self, job: Job, *, is_only_job: bool) -> Result:
@@ -365,6 +386,11 @@ class Writer:
         else:
             self.is_healthy = False
             log.error("the store could not commit: %s", store_error)
+
+
+def _is_database_error(error: Exception) -> bool:
+    """True if the whole batch must be rolled back."""
+    return isinstance(error, sqlite3.Error | FailpointHit) and not isinstance(error, sqlite3.IntegrityError)
 
 
 def rewrite_file(db: sqlite3.Connection) -> Result:
