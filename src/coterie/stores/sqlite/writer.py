@@ -27,7 +27,16 @@ from typing import Any, NamedTuple
 from coterie.errors import CoterieError, StoreBroken, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
 from coterie.stores.sql.claims import RetryTransaction
-from coterie.stores.sql.jobs import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch, split_batch
+from coterie.stores.sql.jobs import (
+    Job,
+    JobQueue,
+    Result,
+    collect_batch,
+    fail_batch,
+    settle_batch,
+    split_batch,
+    start_claims,
+)
 from coterie.stores.sqlite import connection
 from coterie.stores.sqlite.connection import Durability, LastCommitFile, OpenFiles, to_store_error
 
@@ -82,7 +91,7 @@ class Writer:
         self._enqueued = self._ran = 0
         """Jobs queued for the thread (changed by the event loop), and those that it has run (changed by the thread)."""
         self._lock = threading.Lock()
-        """Guards `_head` and `_unflushed_since`, which the event loop and the thread change."""
+        """Guards `_head`, `_unflushed_since` and `_must_be_woken`, which the event loop and the thread change."""
         self._head = _Head(0, 0)
         self._visible = 0
         """The newest commit that a reader may have seen. It is set before the commit."""
@@ -91,6 +100,8 @@ class Writer:
         self._flushed = 0
         """The newest commit that is durable."""
         self._unflushed_since: float | None = None
+        self._must_be_woken = False
+        """The thread waits without a timeout: it does not see a commit of the event loop."""
         self._checkpointed_rows = db.total_changes
         self._jobs: JobQueue = JobQueue()
         self._loop = asyncio.get_running_loop()
@@ -140,6 +151,7 @@ class Writer:
         if not self._commit([job], inline=True):
             return False
         if job.commit:
+            start_claims([job])
             self._jobs.put(job)  # the thread flushes it
         else:
             settle_batch([job])
@@ -162,15 +174,18 @@ class Writer:
             self._wal = -1
 
     def _run_thread(self) -> None:
-        is_last = False
+        is_last = is_idle = False
         while not is_last:
             try:
-                job = self._jobs.get(timeout=self._flush_delay())
+                job = self._jobs.get(timeout=self._wait_seconds(is_idle))
             except queue.Empty:
-                self._flush()
+                is_idle = self._flush_delay() is None
+                if self._flush_delay() == 0:
+                    self._flush()
                 continue
             if job is None:
                 break
+            is_idle = False
             batch, is_last = collect_batch(self._jobs, job)
             try:
                 for part in split_batch(batch):
@@ -179,6 +194,19 @@ class Writer:
                 return
         if self._flush_delay() is not None:
             self._flush()
+
+    def _wait_seconds(self, is_idle: bool) -> float | None:
+        """How long the thread waits for a job. `is_idle`: in the last wait nothing was committed.
+
+        While the event loop commits, a timeout finds what is to be flushed: to wake the thread after every flush would
+        take longer than the commit.
+        """
+        with self._lock:
+            self._must_be_woken = is_idle and (self._unflushed_since is None or self._broken is not None)
+            if self._must_be_woken:
+                return None
+        delay = self._flush_delay()
+        return FLUSH_DELAY_SECONDS if delay is None else delay
 
     def _flush_delay(self) -> float | None:
         """Seconds until commits that wait for no flush are flushed. None: all are durable."""
@@ -198,6 +226,9 @@ class Writer:
         if settled := [job for job in batch if not job.commit]:
             self._loop.call_soon_threadsafe(settle_batch, settled)
         if waiting := [job for job in batch if job.commit]:
+            # Turns begin during the flush. What they let the world see is flushed after it.
+            if claiming := [job for job in waiting if job.result and job.result.claims]:
+                self._loop.call_soon_threadsafe(start_claims, claiming)
             if max(job.commit for job in waiting) > self._flushed and (broken := self._flush()):
                 fail_batch(waiting, broken)
             self._loop.call_soon_threadsafe(settle_batch, waiting)
@@ -277,14 +308,14 @@ class Writer:
             is_first = self._flushes and head.commit > self._head.commit and self._unflushed_since is None
             if is_first:
                 self._unflushed_since = time.monotonic()
+            must_wake = is_first and self._must_be_woken
             self._head = head
         for job in to_flush:
             job.commit = head.commit
         if to_flush:
             return
         self._last_commit.record(head.event)
-        if is_first and inline:
-            # The thread waits without a timeout: it must learn that there is something to flush.
+        if must_wake and inline:
             self._jobs.put(Job(_noop, self._loop.create_future(), result=Result(None)))
 
     def _rewrite_file(self, batch: list[Job]) -> None:
