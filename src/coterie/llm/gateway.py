@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from coterie.clock import Clock
@@ -140,7 +141,7 @@ class ModelGateway:
         self._applied_version = services.version
         """Registry version whose outdated services are closed."""
 
-    async def generate(
+    def generate(
         self,
         service_id: str,
         request: ModelRequest,
@@ -149,7 +150,7 @@ class ModelGateway:
         for_person: bool = False,
         on_start: Callable[[ServiceEntry], None] | None = None,
     ) -> Stream:
-        """Yield text deltas, then one `Completion`; or raise `ServiceError`.
+        """Return a stream of text deltas and then one `Completion`. It may raise `ServiceError`.
 
         If a service fails before its first delta, its `fallback` services are tried in order. After the first delta no
         other service continues the answer: the error then has `retry_after` 0, and the retry goes to the fallback. If
@@ -158,14 +159,20 @@ class ModelGateway:
         `for_person`: the request answers a message of the person and precedes requests of agents. `on_start` is called
         with the service that is asked, after the queue, right before each sending; if it raises, nothing is sent.
         """
-        first = self._services.get(service_id)
+        first, key = self._services.get(service_id), (service_id, for_person)
         entries = [first, *map(self._services.get, first.fallback)]
+        attempts = [
+            _Attempt(request, agent_id, key, has_fallback=number < len(entries), on_start=on_start)
+            for number in range(1, len(entries) + 1)
+        ]
+        if len(entries) == 1:
+            return self._try_service(first, attempts[0])
+        return self._try_services(entries, attempts)
+
+    async def _try_services(self, entries: Sequence[ServiceEntry], attempts: Sequence[_Attempt]) -> Stream:
         failures: list[ServiceError] = []
-        for number, entry in enumerate(entries, 1):
+        for entry, attempt in zip(entries, attempts, strict=True):
             has_output = False
-            attempt = _Attempt(
-                request, agent_id, (service_id, for_person), has_fallback=number < len(entries), on_start=on_start
-            )
             try:
                 async with aclosing(self._try_service(entry, attempt)) as pieces:
                     async for piece in pieces:
@@ -173,8 +180,7 @@ class ModelGateway:
                         yield piece
                 return
             except ServiceError as error:
-                error.service = entry.id
-                if has_output or len(entries) == 1 or not _fallback_may_help(error):
+                if has_output or not _fallback_may_help(error):
                     raise
                 failures.append(error)
         raise _combine(failures)
@@ -210,7 +216,7 @@ class ModelGateway:
     async def _try_service(self, entry: ServiceEntry, attempt: _Attempt) -> Stream:
         """Ask one service; retry once if it has a fallback, and again without each capability it refuses."""
         if entry.missing_key:
-            raise PermanentError(_missing_key_message(entry), category="auth")
+            raise _missing_key(entry)
         active = self._activate(entry)
         breaker = active.breaker
         active.users += 1
@@ -218,7 +224,8 @@ class ModelGateway:
             self._check_breaker(entry, breaker)
             await self._acquire_slot(active.queue, attempt.key)
             try:
-                refused, started, limit = set[str](), self._clock.monotonic(), None
+                started, limit = self._clock.monotonic(), None
+                refused: set[str] = set()
                 while True:
                     self._check_breaker(entry, breaker)  # it may have opened while the request waited
                     # Adapted after the queue, so that waiting requests hold no attachments in memory.
@@ -246,6 +253,9 @@ class ModelGateway:
                     limit = started + self._fallback_within - self._clock.monotonic()
             finally:
                 active.queue.release()
+        except ServiceError as error:
+            error.service = entry.id
+            raise
         finally:
             active.users -= 1
             if self._applied_version != self._services.version:
@@ -369,8 +379,7 @@ class _ActiveService:
     users: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
+class _Attempt(Struct, frozen=True):
     """One request to one service."""
 
     request: ModelRequest
@@ -428,8 +437,8 @@ def _joined(failures: Sequence[ServiceError]) -> ServiceError:
     return MalformedResponse(message)
 
 
-def _missing_key_message(entry: ServiceEntry) -> str:
-    return (
-        f'service "{entry.id}" has no key: set {entry.missing_key} in the environment, '
-        "or enter it on the setup page, then reload"
-    )
+def _missing_key(entry: ServiceEntry) -> PermanentError:
+    message = f'service "{entry.id}" has no key: set {entry.missing_key} in the environment, '
+    error = PermanentError(f"{message}or enter it on the setup page, then reload", category="auth")
+    error.service = entry.id
+    return error
