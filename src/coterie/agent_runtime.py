@@ -155,7 +155,7 @@ class AgentRuntime:
             tokens_per_day=config.limits.tokens_per_day,
             tracing=self._tracing,
             refresh_agents=self._agents.refresh_agents,
-            follow_configuration=configuration.follow_seen,
+            follow_configuration=configuration.follow_seen if is_shared(config) else None,
             artifact_writer=lambda agent_id: AgentArtifacts(artifacts, agent_id).put,
             is_paused=lambda: store.seen_paused,
             model_metrics=self.model_metrics,

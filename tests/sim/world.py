@@ -184,9 +184,10 @@ class World:
         self.db.execute("BEGIN IMMEDIATE")
         try:
             result = run(self.db)
+            self.session.write_events()
         except BaseException:
             self.db.execute("ROLLBACK")
-            self.session.invalidate()
+            self.session.roll_back()
             raise
         self.db.execute("COMMIT")
         return result
@@ -211,9 +212,11 @@ def _empty_society() -> bytes:
     migrate_sqlite(db)
     db.execute("UPDATE meta SET value = ? WHERE key = 'secret'", (SECRET.decode(),))
     people = [Agent(id=PERSON, name="You", kind="person"), *(Agent(id=name, name=name) for name in AGENTS)]
-    uow = UnitOfWork(db, now=to_ms(START), limits=LIMITS, session=SqliteSession(db, to_ms(START)))
+    session = SqliteSession(db, to_ms(START))
+    uow = UnitOfWork(db, now=to_ms(START), limits=LIMITS, session=session)
     commands.add_agents(db, uow, people)
     uow.flush()
+    session.write_events()
     engine.mark_started(db)
     image = db.serialize()
     db.close()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
@@ -29,6 +30,7 @@ from tests.faults.fake_model import FakeModel, fake_models
 from tests.faults.harness import scaled_timeout
 
 from .steps import RULES, advance, ask, call, claim_agent, done, message_to, run_send, says
+from .workers import TIMEOUT_SECONDS, ManualWorker
 
 PEOPLE = [Agent(id="user", name="You", kind="person"), *(Agent(id=name, name=name) for name in ("ada", "bob"))]
 Flushed = Callable[[Awaitable[Any]], Awaitable[tuple[bool, Any]]]
@@ -145,6 +147,56 @@ async def test_only_commits_that_the_world_depends_on_are_flushed(
         if not has_leases:
             assert not (await flushed(store.last_event()))[0], "it is durable already"
             assert not (await flushed(store.claim_ready("w", RULES, 1)))[0], "nothing was written"
+
+
+@pytest.mark.parametrize("delay", [0, 0.05])
+async def test_a_commit_that_nobody_waits_for_is_flushed_after_a_delay(
+    delay: float, tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "FLUSH_DELAY_SECONDS", delay)
+    disk, is_flushed = Disk(monkeypatch), threading.Event()
+    store = await SqliteStore.open(tmp_path, clock)
+    try:
+        await store.add_agents(PEOPLE)
+        await ask(store)
+        claim = await claim_agent(store)
+        disk.on_change = lambda change, _: is_flushed.set() if change == "flush" else is_flushed.clear()
+        for event in (says("", call(effect="pure")), done(), says("", call(effect="pure")), done()):
+            claim = await advance(store, claim, event)
+            assert await asyncio.to_thread(is_flushed.wait, TIMEOUT_SECONDS)
+    finally:
+        await store.close()
+
+
+async def test_a_turn_begins_while_the_message_that_starts_it_is_flushed(
+    tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_flushing, may_flush = threading.Event(), threading.Event()
+    fdatasync = writer.fdatasync
+
+    def slow(handle: int) -> None:
+        is_flushing.set()
+        may_flush.wait(TIMEOUT_SECONDS)
+        fdatasync(handle)
+
+    store, worker = await SqliteStore.open(tmp_path, clock), ManualWorker("w")
+    await store.add_agents(PEOPLE)
+    store.register_worker(worker)
+    monkeypatch.setattr(writer, "fdatasync", slow)
+    try:
+        sending = asyncio.create_task(ask(store))
+        claim = await worker.next()
+        await asyncio.to_thread(is_flushing.wait, TIMEOUT_SECONDS)
+        planned = asyncio.create_task(advance(store, claim, says("", call())))
+        await asyncio.sleep(0)
+        assert not sending.done() and not planned.done(), "a receipt and an unsafe call wait for their flush"
+        may_flush.set()
+        await sending
+        assert (await planned).step_no == claim.step_no + 1
+        assert worker.claims.empty() and worker.reserved == 0
+    finally:
+        may_flush.set()
+        await store.close()
 
 
 async def test_a_worker_whose_steps_the_database_lost_goes_on_from_the_stored_step(

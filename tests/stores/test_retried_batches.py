@@ -14,6 +14,7 @@ import psycopg
 import pytest
 
 from coterie import failpoints
+from coterie.errors import Refused
 from coterie.failpoints import FailpointHit
 from coterie.stores.postgres import PostgresStore
 from coterie.stores.sql.rows import Connection
@@ -147,6 +148,33 @@ async def test_a_batch_that_cannot_be_written_starts_no_turn_and_releases_its_sl
     assert isinstance(outcomes[1], Exception) and isinstance(outcomes[2], Exception)
     assert worker.claims.empty() and worker.reserved == 0
     assert await state(store) == "idle"
+
+
+async def test_a_refused_job_leaves_the_message_and_the_claim_of_its_batch(store: Society) -> None:
+    worker, held = ManualWorker("w"), Held()
+    store.register_worker(worker)
+
+    def is_refused(_: Any, uow: Any) -> None:
+        uow.accept(envelope("user", "bob", "undone"))
+        uow.flush()
+        raise Refused("not_yours", "too late")
+
+    busy = store._transact(held)  # type: ignore[attr-defined]
+    await asyncio.to_thread(held.began.wait, TIMEOUT_SECONDS)
+    sending = asyncio.create_task(ask(store))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    refused = store._transact(is_refused, touches=["bob"])  # type: ignore[attr-defined]
+    held.may_end.set()
+    with pytest.raises(Refused):
+        await refused
+    await asyncio.gather(busy, sending)
+
+    claim = await worker.next()
+    assert worker.claims.empty() and worker.reserved == 0
+    assert (await store.advance(claim, says("done"), RULES)).action == Rest()
+    assert not await store.waiting("bob")
+    assert [one.payload["text"] for one in await store.waiting("user")] == ["done"]
 
 
 async def test_after_an_error_that_follows_the_commit_the_worker_reconciles_its_claims(

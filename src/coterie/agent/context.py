@@ -32,7 +32,7 @@ from coterie.agent.context_window import (
 from coterie.agent.service import AgentDirectory
 from coterie.agent.toolbox import Toolbox
 from coterie.agents import Profile
-from coterie.llm.routing import to_single_line_json
+from coterie.llm.routing import find_attachments, to_single_line_json
 from coterie.llm.service import (
     AssistantMessage,
     Attachment,
@@ -128,7 +128,7 @@ def _provenance(message: Message) -> str:
 
 def to_minute(instant: datetime) -> str:
     """Return the time as models see it, in UTC, such as `2030-01-01T12:00Z`."""
-    return f"{instant.astimezone(UTC):%Y-%m-%dT%H:%MZ}"
+    return instant.astimezone(UTC).isoformat(timespec="minutes").replace("+00:00", "Z")
 
 
 def _attachment(item: Mapping[str, Any]) -> Attachment:
@@ -210,6 +210,7 @@ class Conversation:
     size: int = 0
     tokens: int = 0
     """Estimated tokens of `items`. Estimating all of them for each request would cost more than the rest of it."""
+    has_attachments: bool = False
 
     def add(self, rows: Sequence[HistoryRow]) -> None:
         for row in rows:
@@ -217,6 +218,7 @@ class Conversation:
             self.items.append(item)
             self.size += _size(row)
             self.tokens += message_tokens(item)
+            self.has_attachments = self.has_attachments or bool(find_attachments((item,)))
 
 
 class HistoryCache:
@@ -324,7 +326,8 @@ class RequestBuilder:
         # The estimate is a sum over messages and tools. The cached conversation and tool list have their parts of it.
         first = request.messages[: len(request.messages) - len(conversation.items) - len(added)]
         tokens = sum(map(message_tokens, (*first, *added))) + conversation.tokens + tools.tokens
-        return replace(_with_settings(claim, profile, request), estimate=tokens)
+        request = _with_settings(claim, profile, request)
+        return replace(request, estimate=tokens, may_have_attachments=conversation.has_attachments)
 
     async def build_short(self, claim: Claim, profile: Profile, prompt: TurnPrompt, budget: int) -> ModelRequest:
         """Build a request of at most `budget` tokens: what is too long is shortened, oldest first.

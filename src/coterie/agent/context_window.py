@@ -142,9 +142,15 @@ class ContextWindows:
     def __init__(self) -> None:
         self._learned: dict[ServiceEntry, _Learned] = {}
 
+    def _of(self, entry: ServiceEntry) -> _Learned:
+        learned = self._learned.get(entry)
+        if learned is None:
+            learned = self._learned[entry] = _Learned()
+        return learned
+
     def budget(self, entry: ServiceEntry) -> int | None:
         """Return the largest estimate of a request that leaves space for an answer. None: the window is unknown."""
-        learned = self._learned.get(entry) or _Learned()
+        learned = self._of(entry)
         limits = [] if learned.max_estimate is None else [learned.max_estimate]
         windows = [window for window in (entry.context_tokens, learned.window) if window]
         if windows:
@@ -155,7 +161,7 @@ class ContextWindows:
 
     def record_answer(self, entry: ServiceEntry, request: ModelRequest, estimate: int, usage: TokenUsage) -> None:
         """Compare the reported tokens of an accepted request with their estimate."""
-        learned = self._learned.setdefault(entry, _Learned())
+        learned = self._of(entry)
         if learned.max_estimate is not None:
             learned.max_estimate *= GROWTH
         if usage.estimated or estimate < MIN_CALIBRATION_TOKENS or _has_files(request):
@@ -166,7 +172,7 @@ class ContextWindows:
 
     def record_too_long(self, entry: ServiceEntry, estimate: int, error: ContextTooLong) -> int:
         """Learn from a rejected request. Returns the new budget, which is smaller than `estimate`."""
-        learned = self._learned.setdefault(entry, _Learned())
+        learned = self._of(entry)
         if error.limit:
             learned.window = min(error.limit, learned.window or error.limit)
         if error.sent and estimate:

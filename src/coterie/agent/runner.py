@@ -12,7 +12,6 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -52,7 +51,7 @@ from coterie.llm.service import (
     ToolCall,
     UnknownService,
 )
-from coterie.messages import CutOff, Envelope, SaveFile, fit_answer
+from coterie.messages import CutOff, Envelope, SaveFile, fit_answer, is_too_long
 from coterie.plan import UNKNOWN_RESULT, PlannedCall
 from coterie.rate_limit import RateLimiter
 from coterie.telemetry import Tracing, log_context
@@ -91,8 +90,7 @@ ToolContextFactory = Callable[[Profile, str, str | None], ToolContext]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActionResult:
+class ActionResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The result of a model request or a tool call."""
 
     event: Event
@@ -402,6 +400,8 @@ class LlmHandler:
 
         The text says which files could not be stored.
         """
+        if not (files or is_too_long(text)):
+            return text, ()
         writer = self._artifact_writer and self._artifact_writer(claim.agent_id)
         fitted, attachments = await self._retry_store(claim, lambda: fit_answer(text, writer))
         if writer is None:
@@ -428,8 +428,10 @@ class LlmHandler:
         """
         service = self._directory.service_of(claim.agent_id)
         request = await self._retry_store(claim, partial(self._requests.build, claim, profile, turn.prompt))
-        size, too_long, limit = estimate_tokens(request), list[ContextTooLong](), math.inf
-        await self._retry_store(claim, partial(self._reserve_tokens, claim, service.id, size))
+        size, limit = estimate_tokens(request), math.inf
+        too_long: list[ContextTooLong] = []
+        if self._tokens_per_day:
+            await self._retry_store(claim, partial(self._reserve_tokens, claim, service.id, size))
         while len(too_long) <= MAX_TOO_LONG_ERRORS:
             budget = min(limit, self._windows.budget(service) or math.inf)
             if size > budget:
@@ -544,7 +546,7 @@ class LlmHandler:
 
     async def _reserve_tokens(self, claim: Claim, service: str, tokens: int) -> None:
         """Count the estimated tokens before the request, so that a crash cannot lose them."""
-        if not self._tokens_per_day or self._models.entry(service).is_remote_agent:
+        if self._models.entry(service).is_remote_agent:
             return
         today = self._clock.now().replace(hour=0, minute=0, second=0, microsecond=0)
         if not await self._store.reserve_tokens(claim, service, tokens, since=today, limit=self._tokens_per_day):

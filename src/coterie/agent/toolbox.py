@@ -235,7 +235,8 @@ class Toolbox:
             case str():
                 return self.redact_text(output)
             case ToolResult():
-                return replace(output, text=redact(output.text, self._secrets))
+                text = redact(output.text, self._secrets)
+                return output if text == output.text else replace(output, text=text)
         return output
 
     @property

@@ -594,7 +594,7 @@ async def fit_result(tool: Tool, encoded: str | bytes | ToolResult, ctx: ToolCon
     # Some services reject an empty tool message.
     text = to_storable(result.text) or '""'
     if len(text) <= tool.max_result_bytes // 4 or len(data := text.encode()) <= tool.max_result_bytes:
-        return replace(result, text=text)
+        return result if text == result.text else replace(result, text=text)
     shown: dict[str, Any] = {
         "tooLong": True,
         "size": len(data),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from msgspec import Struct
 from msgspec.structs import replace
 from prometheus_client import Counter, Histogram
 from prometheus_client.registry import Collector
@@ -26,8 +27,7 @@ SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 
 TOKENS = (16, 64, 256, 1_024, 4_096, 16_384, 65_536, 262_144, 1_048_576)
 
 
-@dataclass(frozen=True, slots=True)
-class SentRequest:
+class SentRequest(Struct, frozen=True, gc=False):
     """A request of an agent that is under way."""
 
     entry: ServiceEntry

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import sha256
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from coterie.clock import Clock
@@ -425,8 +426,7 @@ class _ActiveService:
     users: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
+class _Attempt(Struct, frozen=True):
     """One request to one service."""
 
     request: ModelRequest

@@ -166,7 +166,7 @@ class CapabilityRouter:
     async def _views(
         self, request: ModelRequest, entry: ServiceEntry, agent_id: str
     ) -> dict[Attachment, TextPart | InlineFile]:
-        attachments = find_attachments(request.messages)
+        attachments = find_attachments(request.messages) if request.may_have_attachments else []
         if not attachments:
             return {}
         known = await self._artifacts.artifacts([attachment.artifact_ref for attachment in attachments])
@@ -273,7 +273,7 @@ def find_attachments(messages: Iterable[ChatMessage]) -> list[Attachment]:
             for part in message.parts:
                 if isinstance(part, Attachment):
                     found[part] = None
-        elif isinstance(message, ToolMessage):
+        elif isinstance(message, ToolMessage) and message.attachments:
             found.update(dict.fromkeys(message.attachments))
     return list(found)
 

@@ -170,6 +170,8 @@ class ModelRequest(Struct, frozen=True, kw_only=True, gc=False):
     """JSON schema of the answer; empty: any text."""
     estimate: int = 0
     """Estimated tokens of `messages` and `tools`. 0: not known. Set it to 0 when you change them."""
+    may_have_attachments: bool = True
+    """False: no message has an `Attachment`, so none needs to be looked for."""
 
 
 class TokenUsage(Struct, frozen=True, kw_only=True, gc=False):

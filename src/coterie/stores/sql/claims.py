@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -292,8 +291,7 @@ class RetryTransaction(Exception):
     """Raised by a job: roll it back and run it once more."""
 
 
-@dataclass(frozen=True, slots=True)
-class EagerClaims:
+class EagerClaims(msgspec.Struct, frozen=True, gc=False):
     """Claims of one run of a transaction. They count only if that run is committed."""
 
     claims: Sequence[Claim] = ()
@@ -301,6 +299,13 @@ class EagerClaims:
     """Runnable agents were left: the worker must look for them."""
     interruptions: Sequence[Interruption] = ()
     """The person's messages to agents whose model is asked, and turns that were ended."""
+
+    def __bool__(self) -> bool:
+        """True if the worker has something to do."""
+        return bool(self.claims or self.has_unclaimed or self.interruptions)
+
+
+NO_CLAIMS = EagerClaims()
 
 
 class EagerClaimer:
@@ -321,10 +326,13 @@ class EagerClaimer:
     def claim_woken(self, db: Connection, uow: UnitOfWork) -> EagerClaims:
         """Claim woken agents that have a free slot; leave the others to the scheduler. Call it before `uow.flush`."""
         woken = uow.newly_runnable()
+        if not (woken or uow.frees_other_agents or uow.interruptions or uow.ended_epochs):
+            return NO_CLAIMS
         ready = [agent_id for agent_id, state in woken if state == "ready"]
         if ready and (self._has_failed or uow.is_society_paused):
             ready = []
-        own, left_to_others = list[str](), 0
+        own: list[str] = []
+        left_to_others = 0
         for agent_id in ready:
             if agent_id not in self._reserved and not self._should_claim():
                 left_to_others += 1
@@ -350,8 +358,9 @@ class EagerClaimer:
         if committed is None and self._reserved:
             # The error may have come after the commit: then the database has claims that no worker knows.
             self._worker.reconcile_claims()
-        committed = committed or EagerClaims()
-        self._worker.release_slots(self._reserved.difference(claim.agent_id for claim in committed.claims))
+        committed = committed or NO_CLAIMS
+        if unused := self._reserved.difference(claim.agent_id for claim in committed.claims):
+            self._worker.release_slots(unused)
         if committed.claims:
             self._worker.start_turns(committed.claims)
         if committed.has_unclaimed:

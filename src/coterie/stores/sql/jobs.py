@@ -7,8 +7,9 @@ import logging
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import msgspec
 
 from coterie.errors import StoreUnavailable
 
@@ -21,8 +22,7 @@ MAX_BATCH_JOBS = 256
 """Jobs per commit. This limit bounds how long the first job waits for the last."""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(msgspec.Struct, frozen=True):
     """What one run of a job returned.
 
     A run may be rolled back and repeated, so it must keep its results nowhere else. Only the committed run counts.
@@ -38,14 +38,13 @@ class Result:
     """Pages of the SQLite file that it wrote without changing rows."""
 
 
-@dataclass(slots=True)
-class Job:
+class Job(msgspec.Struct, eq=False):
     run: Callable[..., Result]
     future: asyncio.Future[Any]
     on_settled: Callable[[Any], None] | None = None
-    """Called on the event loop with `claims` of the committed run, or with None if nothing was written.
+    """Called once, on the event loop, with `claims` of the committed run, or with None if nothing was written.
 
-    It is called even if the caller was cancelled.
+    It is called even if the caller was cancelled. The commit need not be flushed yet.
     """
     touches: Sequence[str] = ()
     """Ids of agents whose rows the job changes, to be locked first."""
@@ -101,15 +100,24 @@ def fail_batch(batch: list[Job], error: BaseException) -> None:
         job.error = error
 
 
+def start_claims(batch: list[Job]) -> None:
+    """Hand the claims of committed jobs to their worker. Call it on the event loop."""
+    for job in batch:
+        if (on_settled := job.on_settled) is None:
+            continue
+        job.on_settled = None
+        written = job.result if job.error is None else None
+        try:
+            on_settled(written and written.claims)
+        except Exception:  # the other callers of this batch must still get their results
+            log.exception("the callback of a committed transaction failed")
+
+
 def settle_batch(batch: list[Job]) -> None:
-    """Resolve the futures of a batch. Call it on the event loop."""
+    """Start the claims of a batch and resolve its futures. Call it on the event loop."""
+    start_claims(batch)
     for job in batch:
         written = job.result if job.error is None else None
-        if job.on_settled:
-            try:
-                job.on_settled(written and written.claims)
-            except Exception:  # the other callers of this batch must still get their results
-                log.exception("the callback of a committed transaction failed")
         if job.future.done():  # its caller was cancelled
             continue
         if written is None:

@@ -74,7 +74,9 @@ def set_meta(db: Connection, key: str, value: str) -> str:
     return value
 
 
-ROWS_PER_INSERT = (64, 8, 4, 3, 2, 1)
+FEW_ROWS = 4
+"""So many rows or fewer are one INSERT."""
+ROWS_PER_INSERT = (64, 8, *range(FEW_ROWS, 0, -1))
 """Rows of one INSERT. Few sizes, so that every statement stays prepared."""
 
 
@@ -90,8 +92,8 @@ def insert(db: Connection, into: str, rows: Sequence[Sequence[Any]]) -> None:
     if insert_rows := getattr(db, "insert_rows", None):
         insert_rows(into, rows)
         return
-    if len(rows) == 1:
-        db.execute(_statement(into, len(rows[0]), 1), rows[0])
+    if len(rows) <= FEW_ROWS:
+        db.execute(_statement(into, len(rows[0]), len(rows)), tuple(chain.from_iterable(rows)))
         return
     done = 0
     for size in ROWS_PER_INSERT:

@@ -106,7 +106,9 @@ class Session(Protocol):
         """Fetch `count` message numbers ahead."""
         ...
 
-    def append_events(self, events: Sequence[EventRow]) -> None: ...
+    def append_events(self, events: Sequence[EventRow]) -> None:
+        """Write the events before the commit."""
+        ...
 
     def change_tasks(self, changes: Mapping[str, TaskChange]) -> None:
         """Add to the counters of tasks, by id."""
@@ -139,7 +141,9 @@ class SqliteSession:
         self._paused: bool | None = None
         """Whether the society is paused; None: not read yet. Dropped together with `cached_agents`."""
         self._last_event: int | None = None
-        """Number of the newest event; None: not known. Dropped together with `cached_agents`."""
+        """Number of the newest written event; None: not known. Dropped together with `cached_agents`."""
+        self._events: list[EventRow] = []
+        """Events of the transaction's jobs that are not written yet."""
 
     @property
     def secret(self) -> bytes:
@@ -180,11 +184,20 @@ class SqliteSession:
         self.cached_agents.clear()
         self._paused = self._last_event = None
 
-    @property
-    def last_event(self) -> int:
-        """Number of the newest event; 0 if there is none."""
+    def roll_back(self) -> None:
+        """Forget what was rolled back: a job, or the whole transaction."""
+        self.invalidate()
+        self._events.clear()
+
+    def write_events(self) -> int:
+        """Write the events of the jobs that have run; return the number of the newest event, 0 if there is none."""
         if self._last_event is None:
             self._last_event = self._db.execute(SELECT_LAST_EVENT).fetchone()[0] or 0
+        if self._events:
+            insert(self._db, EVENT_COLUMNS, self._events)
+            # The number of a new row is one more than the newest, which is never deleted.
+            self._last_event += len(self._events)
+            self._events.clear()
         return self._last_event
 
     def is_society_paused(self) -> bool:
@@ -220,9 +233,7 @@ class SqliteSession:
         pass
 
     def append_events(self, events: Sequence[EventRow]) -> None:
-        # The number of a new row is one more than the newest, which is never deleted.
-        self._last_event = self.last_event + len(events)
-        insert(self._db, EVENT_COLUMNS, events)
+        self._events += events  # one INSERT for all jobs of the transaction
 
     def change_tasks(self, changes: Mapping[str, TaskChange]) -> None:
         for task_id, change in changes.items():

@@ -309,7 +309,10 @@ class SqlStore(SqlOverview):
         except StoreError as error:
             _resolve(batch, error)
         else:
-            transaction.add_done_callback(lambda done: _resolve(batch, done.exception() or done.result()))
+            if transaction.done():  # a callback would wait for the next iteration of the event loop
+                _resolve(batch, transaction.exception() or transaction.result())
+            else:
+                transaction.add_done_callback(lambda done: _resolve(batch, done.exception() or done.result()))
 
     async def promote_due(self, limit: int, *, early: bool = False) -> Promotion:
         return await self._transact(lambda db, uow: commands.promote_due(db, uow, limit, early), durable=False)

@@ -34,10 +34,7 @@ _SELECT_CALL_STATE = """
 SELECT state, result FROM calls
  WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no AND idx = :idx
 """
-_INSERT_PLAN = """
-INSERT INTO plans (agent_id, turn_no, step_no, text, outcome, interrupted_by, at, task)
-VALUES (:agent_id, :turn_no, :step_no, :text, :outcome, :interrupted_by, :at, :task)
-"""
+_PLANS = "plans (agent_id, turn_no, step_no, text, outcome, interrupted_by, at, task)"
 _CLOSE_PLAN = """
 UPDATE plans SET outcome = 'closed', interrupted_by = :interrupted_by WHERE agent_id = :agent_id AND outcome = 'open'
 """
@@ -144,19 +141,7 @@ def insert_plan(
     task: str | None,
     by: str | None = None,
 ) -> None:
-    db.execute(
-        _INSERT_PLAN,
-        {
-            "agent_id": agent_id,
-            "turn_no": key[0],
-            "step_no": key[1],
-            "text": plan.text,
-            "outcome": outcome,
-            "interrupted_by": by,
-            "at": timestamp,
-            "task": task,
-        },
-    )
+    insert(db, _PLANS, [(agent_id, *key, plan.text, outcome, by, timestamp, task)])
     insert(
         db,
         _CALLS,

@@ -224,7 +224,7 @@ class TurnTransaction:
         step = self._reduce(self._build_turn(event), event)
         if isinstance(event, ModelAnswered):
             self.mailbox.retries = 0
-            withdrawn = any(isinstance(write, WithdrawPlan) for write in step.writes)
+            withdrawn = WithdrawPlan in map(type, step.writes)
             self.record_usage(event.service, event.usage, "withdrawn" if withdrawn else "used")
         elif isinstance(event, ModelFailed | Stopped) and event.usage.input_tokens:
             self.record_usage(event.service, event.usage, "used")
@@ -559,14 +559,17 @@ class TurnTransaction:
         attachments: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         seq, turn_no = self.mailbox.next_hist_seq, self.mailbox.turn_no
-        calls = [replace(call, invalid_arguments=None) if call.invalid_arguments else call for call in calls]
-        described = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in calls]
-        calls_json = _encode(described).decode() if calls else None
+        calls_json = files = None
+        if calls:
+            calls = [replace(call, invalid_arguments=None) if call.invalid_arguments else call for call in calls]
+            described = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in calls]
+            calls_json = _encode(described).decode()
+        if attachments:
+            files = turn_rows.encode_attachments(attachments)
+            refs = dict.fromkeys(str(file["artifactRef"]) for file in attachments if file.get("artifactRef"))
+            self._history_artifacts += [(self._agent_id, seq, ref) for ref in refs]
         message_id = message and message.id
-        files = turn_rows.encode_attachments(attachments)
         self._history_rows.append((self._agent_id, seq, turn_no, role, message_id, content, calls_json, call_id, files))
-        refs = dict.fromkeys(str(file["artifactRef"]) for file in attachments if file.get("artifactRef"))
-        self._history_artifacts += [(self._agent_id, seq, ref) for ref in refs]
         self._added.append(
             HistoryRow(
                 seq=seq,

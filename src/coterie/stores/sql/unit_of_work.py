@@ -262,26 +262,16 @@ class UnitOfWork:
                 mailbox.runnable_at = joining_until
             delivered_at = at
         row = NewMessageRow(
-            seq,
-            envelope.id,
-            envelope.sender,
-            envelope.to,
+            seq, envelope.id, envelope.sender, envelope.to,
             "withdrawn" if is_withdrawn else "delayed" if deliver_at else "pending",
-            at,
-            envelope.payload_json,
-            envelope.thread,
-            int(envelope.is_question),
-            in_seq,
-            delivered_at,
-            int(queued and not deliver_at),
-            hops,
-        )
-        row.deliver_at, row.in_reply_to, row.cause = deliver_at, envelope.in_reply_to, envelope.cause
-        row.option = ASKS_BACK_OPTION if envelope.asks_back else envelope.option
-        row.replay_of, row.automatic, row.stopped, row.plan = replay_of, automatic, stopped, plan
-        row.schedule_id, row.every = schedule_id, envelope.every
-        row.task, row.parent_task, row.unless_answered = task, parent_task, envelope.unless_answered
-        row.via = envelope.via
+            at, envelope.payload_json, envelope.thread, int(envelope.is_question), in_seq, delivered_at,
+            int(queued and not deliver_at), hops, deliver_at, None,
+            ASKS_BACK_OPTION if envelope.asks_back else envelope.option,
+            envelope.in_reply_to, envelope.cause, replay_of, automatic, stopped, plan,
+        )  # fmt: skip
+        row.task, row.parent_task, row.via = task, parent_task, envelope.via
+        if deliver_at or schedule_id:
+            row.schedule_id, row.every, row.unless_answered = schedule_id, envelope.every, envelope.unless_answered
         self._new_rows.append(row)
         if not deliver_at:
             self._new_waiting.setdefault(envelope.to, []).append(row)
@@ -502,7 +492,7 @@ class UnitOfWork:
 
     def record_event(self, kind: EventKind, subject: str, data: dict[str, Any] | None = None) -> None:
         """Append to the event log. `data`: facts that cannot be read from the database later."""
-        self._events.append((self.timestamp, kind, subject, None if data is None else _encode(data).decode()))
+        self._events.append((self._session.timestamp, kind, subject, None if data is None else _encode(data).decode()))
 
     def interruption_list(self) -> list[Interruption]:
         """Return the interruptions for the workers that run actions of these agents."""

@@ -102,13 +102,13 @@ class SqliteStore(SqlStore):
             session = self._session = SqliteSession(db, to_ms(info.last_seen))
             self._files = OpenFiles(path)
             self._last_commit = LastCommitFile(
-                path.parent, info.log_id, session.last_event, is_durable=durability == "full"
+                path.parent, info.log_id, session.write_events(), is_durable=durability == "full"
             )
             self._writer = Writer(
                 db,
                 self._on_broken,
-                session.invalidate,
-                lambda: session.last_event,
+                session.roll_back,
+                session.write_events,
                 path=path,
                 files=self._files,
                 last_commit=self._last_commit,

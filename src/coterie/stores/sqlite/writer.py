@@ -36,6 +36,7 @@ from coterie.stores.sql.jobs import (
     fail_batch,
     settle_batch,
     split_batch,
+    start_claims,
 )
 from coterie.stores.sqlite import connection
 from coterie.stores.sqlite.connection import Durability, LastCommitFile, OpenFiles, to_store_error
@@ -68,21 +69,21 @@ class Writer:
         db: sqlite3.Connection,
         on_broken: Callable[[StoreBroken], None],
         on_rollback: Callable[[], None],
-        last_event: Callable[[], int],
+        write_events: Callable[[], int],
         *,
         path: Path,
         files: OpenFiles,
         last_commit: LastCommitFile,
         durability: Durability = "full",
     ) -> None:
-        """`on_broken`: called on the event loop when writing cannot go on. `on_rollback`: drops cached rows.
-        `last_event`: number of the newest event, in the transaction.
+        """`on_broken`: called on the event loop when writing cannot go on. `on_rollback`: drops cached rows and events
+        that are not written. `write_events`: writes the events of the jobs; returns the number of the newest event.
 
         `path`: of the database, whose write-ahead log exists. `files`: checked before and after every commit; jobs fail
         if a file is gone. `last_commit`: updated after every commit. `durability`: relaxed never waits for a flush.
         """
         self._folder, self._files, self._last_commit = path.parent, files, last_commit
-        self._db, self._on_broken, self._on_rollback, self._last_event = db, on_broken, on_rollback, last_event
+        self._db, self._on_broken, self._on_rollback, self._write_events = db, on_broken, on_rollback, write_events
         self._flushes, self._checkpoint_rows = durability == "full", CHECKPOINT_ROWS[durability]
         self._wal = os.open(path.with_name(f"{path.name}-wal"), os.O_RDWR | os.O_CLOEXEC)
         db.execute("PRAGMA synchronous = NORMAL")
@@ -91,7 +92,7 @@ class Writer:
         self._enqueued = self._ran = 0
         """Jobs queued for the thread (changed by the event loop), and those that it has run (changed by the thread)."""
         self._lock = threading.Lock()
-        """Guards `_head` and `_unflushed_since`, which the event loop and the thread change."""
+        """Guards `_head`, `_unflushed_since` and `_must_be_woken`, which the event loop and the thread change."""
         self._head = _Head(0, 0)
         self._visible = 0
         """The newest commit that a reader may have seen. It is set before the commit."""
@@ -100,6 +101,8 @@ class Writer:
         self._flushed = 0
         """The newest commit that is durable."""
         self._unflushed_since: float | None = None
+        self._must_be_woken = False
+        """The thread waits without a timeout: it does not see a commit of the event loop."""
         self._checkpointed_rows = db.total_changes
         self._jobs: JobQueue = JobQueue()
         self._loop = asyncio.get_running_loop()
@@ -149,6 +152,7 @@ class Writer:
         if not self._commit([job], inline=True):
             return False
         if job.commit:
+            start_claims([job])
             self._jobs.put(job)  # the thread flushes it
         else:
             settle_batch([job])
@@ -171,15 +175,18 @@ class Writer:
             self._wal = -1
 
     def _run_thread(self) -> None:
-        is_last = False
+        is_last = is_idle = False
         while not is_last:
             try:
-                job = self._jobs.get(timeout=self._flush_delay())
+                job = self._jobs.get(timeout=self._wait_seconds(is_idle))
             except queue.Empty:
-                self._flush()
+                is_idle = self._flush_delay() is None
+                if self._flush_delay() == 0:
+                    self._flush()
                 continue
             if job is None:
                 break
+            is_idle = False
             batch, is_last = collect_batch(self._jobs, job)
             try:
                 for part in split_batch(batch):
@@ -188,6 +195,19 @@ class Writer:
                 return
         if self._flush_delay() is not None:
             self._flush()
+
+    def _wait_seconds(self, is_idle: bool) -> float | None:
+        """How long the thread waits for a job. `is_idle`: in the last wait nothing was committed.
+
+        While the event loop commits, a timeout finds what is to be flushed: to wake the thread after every flush would
+        take longer than the commit.
+        """
+        with self._lock:
+            self._must_be_woken = is_idle and (self._unflushed_since is None or self._broken is not None)
+            if self._must_be_woken:
+                return None
+        delay = self._flush_delay()
+        return FLUSH_DELAY_SECONDS if delay is None else delay
 
     def _flush_delay(self) -> float | None:
         """Seconds until commits that wait for no flush are flushed. None: all are durable."""
@@ -207,6 +227,9 @@ class Writer:
         if settled := [job for job in batch if not job.commit]:
             self._loop.call_soon_threadsafe(settle_batch, settled)
         if waiting := [job for job in batch if job.commit]:
+            # Turns begin during the flush. What they let the world see is flushed after it.
+            if claiming := [job for job in waiting if job.result and job.result.claims]:
+                self._loop.call_soon_threadsafe(start_claims, claiming)
             if max(job.commit for job in waiting) > self._flushed and (broken := self._flush()):
                 fail_batch(waiting, broken)
             self._loop.call_soon_threadsafe(settle_batch, waiting)
@@ -258,9 +281,8 @@ class Writer:
             if not self._begin(wait=not inline):
                 return False
             rows = self._db.total_changes
-            for job in batch:
-                self._run(job, is_only_job=len(batch) == 1)
-            last_event = self._last_event()
+            self._run_batch(batch)
+            last_event = self._write_events()
             hit("commit.before")
             # A commit that wrote nothing gets no number, but its jobs may have seen one that is not durable yet.
             head = _Head(self._head.commit + (self._db.total_changes != rows), last_event)
@@ -287,14 +309,14 @@ class Writer:
             is_first = self._flushes and head.commit > self._head.commit and self._unflushed_since is None
             if is_first:
                 self._unflushed_since = time.monotonic()
+            must_wake = is_first and self._must_be_woken
             self._head = head
         for job in to_flush:
             job.commit = head.commit
         if to_flush:
             return
         self._last_commit.record(head.event)
-        if is_first and inline:
-            # The thread waits without a timeout: it must learn that there is something to flush.
+        if must_wake and inline:
             self._jobs.put(Job(_noop, self._loop.create_future(), result=Result(None)))
 
     def _rewrite_file(self, batch: list[Job]) -> None:
@@ -330,6 +352,27 @@ class Writer:
             time.sleep(BUSY_PAUSE_SECONDS)
             waited += BUSY_PAUSE_SECONDS
 
+    def _run_batch(self, batch: list[Job]) -> None:
+        """Run the jobs. If one of several fails, all are undone and run again, each in its own savepoint.
+
+        Failures are rare, and in a savepoint SQLite copies every page that is changed.
+        """
+        if len(batch) == 1:
+            self._run(batch[0], is_only_job=True)
+            return
+        try:
+            for job in batch:
+                job.reset()
+                job.result = job.run(self._db)
+        except Exception as error:
+            if _is_database_error(error):
+                raise
+            self._on_rollback()
+            self._db.execute("ROLLBACK")
+            self._begin(wait=True)
+            for job in batch:
+                self._run(job, is_only_job=False)
+
     def _run(self, job: Job, *, is_only_job: bool) -> None:
         """Run one job, in its own savepoint unless it is the only one of the batch."""
         job.reset()
@@ -338,13 +381,14 @@ class Writer:
         try:
             job.result = self._run_with_retry(job, is_only_job=is_only_job)
         except Exception as error:
-            if isinstance(error, sqlite3.Error | FailpointHit) and not isinstance(error, sqlite3.IntegrityError):
-                raise  # a database error: the whole batch is rolled back
+            if _is_database_error(error):
+                raise
             job.error = error
             if not isinstance(error, CoterieError):
                 log.exception("a transaction failed and was rolled back")
             self._roll_back_job(is_only_job=is_only_job)
         if not is_only_job:
+            self._write_events()  # those of a later job may be undone
             self._db.execute("RELEASE job")
 
     def _run_with_retry(self, job: Job, *, is_only_job: bool) -> Result:
@@ -374,6 +418,11 @@ class Writer:
         else:
             self.is_healthy = False
             log.error("the store could not commit: %s", store_error)
+
+
+def _is_database_error(error: Exception) -> bool:
+    """True if the whole batch must be rolled back."""
+    return isinstance(error, sqlite3.Error | FailpointHit) and not isinstance(error, sqlite3.IntegrityError)
 
 
 def rewrite_file(db: sqlite3.Connection) -> Result:
