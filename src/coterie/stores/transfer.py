@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from coterie.errors import StoreUnusable
 from coterie.stores.blobs import read_blob, write_blob
-from coterie.stores.sql.invariants import INVARIANTS, describe_violation
+from coterie.stores.sql.invariants import INVARIANTS, RECOUNT_MAIL, describe_violation
 from coterie.stores.sql.migrations import migrate_sqlite, schema_scripts, sqlite_version
 from coterie.stores.sql.rows import Connection, insert
 from coterie.stores.sql.text_index import POSITION
@@ -92,8 +92,9 @@ def transfer(source: Source, target: Target, on_progress: OnProgress) -> Transfe
 
 
 def transfer_rows(source: Source, target: Target, on_progress: OnProgress = lambda _: None) -> Mapping[str, int]:
-    """Copy everything except artifact bytes. Return the number of rows by table."""
+    """Copy everything except artifact bytes, and count mail anew. Return the number of rows by table."""
     rows = {table: _transfer_table(source, target.db, table, on_progress) for table in TABLES}
+    target.db.execute(RECOUNT_MAIL)
     for ((paused,),) in source.rows("log", "paused"):
         target.db.execute("UPDATE log SET paused = :paused", {"paused": paused})
     for table in SEQUENCE_TABLES:
