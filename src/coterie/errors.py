@@ -155,7 +155,7 @@ class StoreOwned(StoreError):
     def __init__(self, folder: object, pid: int | None) -> None:
         self.pid = pid
         owner = f"process {pid}" if pid else "another process"
-        super().__init__(f"{folder} is in use by {owner}; stop it first, or choose another folder with --dir")
+        super().__init__(f"{folder} is in use by {owner}; stop it first, or name another folder")
 
 
 class StoreUnusable(StoreError):

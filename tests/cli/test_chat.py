@@ -114,6 +114,10 @@ def test_chat_commands_attach_delay_and_withdraw(either: Environment, tmp_path: 
     with Terminal("chat", "ada", "--dir", either.folder) as chat:
         chat.enter(f"/attach {tmp_path / 'gone.txt'}")
         chat.wait_for("not done")
+        chat.enter("/attach")
+        chat.wait_for("expected a file")
+        chat.enter("/attach ~no-such-user/a.txt")
+        chat.wait_for("~no-such-user/a.txt cannot be read")
         chat.enter(f"/attach {tmp_path / 'a.txt'}")
         chat.wait_for("is sent with your next message")
         chat.enter("/delay 1h look at this")

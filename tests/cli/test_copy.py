@@ -70,6 +70,13 @@ def test_a_copy_of_a_folder_without_a_society_is_refused(tmp_path: Path, folder:
     assert not (tmp_path / "new").exists()
 
 
+def test_a_copy_to_a_folder_with_data_is_refused_with_advice_that_copy_can_follow(full: Path, tmp_path: Path) -> None:
+    coterie("copy", full, tmp_path / "second")
+
+    failure = coterie("copy", full, tmp_path / "second").failure
+    assert "name another folder" in failure and "--dir" not in failure
+
+
 def test_a_terminated_copy_leaves_no_data(
     full: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

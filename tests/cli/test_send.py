@@ -94,6 +94,13 @@ def test_an_invalid_delay_is_wrong_usage(folder: Path, delay: str) -> None:
     assert "500ms, 10s, 5m, 2h or 1d" in done.stderr
 
 
+@pytest.mark.parametrize("option", [("--timeout", "1s"), ("--time-zone", "Europe/Berlin")])
+def test_an_option_without_the_one_that_it_belongs_to_is_wrong_usage(folder: Path, option: tuple[str, str]) -> None:
+    done = coterie("send", "assistant", "hello", *option, "--dir", folder)
+
+    assert done.code == 2 and f"{option[0]} needs" in done.stderr
+
+
 def test_a_missing_folder_is_reported_and_not_created(tmp_path: Path) -> None:
     assert "coterie init" in coterie("send", "assistant", "hi", "--dir", tmp_path / "typo").failure
 

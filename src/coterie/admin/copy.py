@@ -163,7 +163,7 @@ def open_target(
 def require_no_data(folder: SocietyFolder) -> None:
     if any(folder.data.glob("coterie.db*")) or folder.artifacts.exists():
         raise StoreUnusable(
-            f"{folder.path} holds a society with data already: choose another folder with --dir, or move it away first"
+            f"{folder.path} holds a society with data already: name another folder, or move it away first"
         )
 
 
@@ -179,7 +179,7 @@ def staging_folder(folder: SocietyFolder) -> Iterator[Path]:
             folder.data.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StoreUnusable(
-                f"{folder.path} cannot be made or written ({error.strerror}): choose another folder with --dir"
+                f"{folder.path} cannot be made or written ({error.strerror}): name another folder"
             ) from error
         lock = FolderLock(folder.data)
         try:
@@ -247,4 +247,4 @@ def _require_replaceable(source: Path, target: Path) -> None:
         is_template = target.name in (*TEMPLATE_FILES, TOOLS_FILE)
         if is_template and content == (files("coterie") / "templates" / target.name).read_bytes():
             return
-    raise StoreUnusable(f"{target} exists and differs from the backup's: move it away first, or choose another --dir")
+    raise StoreUnusable(f"{target} exists and differs from the backup's: move it away first, or name another folder")

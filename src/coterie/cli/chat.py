@@ -324,6 +324,8 @@ class ChatSession:
             self._print_note(f"  queued: {self.conversation.agent_id} is at work and reads it at its next step")
 
     async def _attach(self, name: str) -> None:
+        if not name:
+            raise ValueError("expected a file, as in: /attach notes.txt")
         file = _expand_home(name)
         self._attachments.append(await self.conversation.upload(file))
         self._print_note(f"  {file.name} is sent with your next message")
@@ -345,7 +347,10 @@ class ChatSession:
 
 
 def _expand_home(name: str) -> Path:
-    return Path(name).expanduser()
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # there is no such user
+        return Path(name)
 
 
 # How messages are shown

@@ -83,6 +83,10 @@ def send(
 
     if every is not None and wait:
         raise typer.BadParameter("a recurring message has no single answer: leave out --wait or --every")
+    if timeout is not None and not wait:
+        raise typer.BadParameter("--timeout needs --wait: without it the command does not wait")
+    if time_zone is not None and every is None:
+        raise typer.BadParameter("--time-zone needs --every: it is the time zone of the recurrence")
     if unless_answered is not None and delay is None:
         raise typer.BadParameter("--unless-answered needs --delay: how long the answer may take")
     files = attach or []
