@@ -14,6 +14,7 @@ from a2a.client import A2ACardResolver, Client, ClientConfig, ClientFactory
 from a2a.types import a2a_pb2 as a2a
 from a2a.utils.errors import (
     A2AError,
+    InvalidParamsError,
     PushNotificationNotSupportedError,
     TaskNotCancelableError,
     TaskNotFoundError,
@@ -147,6 +148,28 @@ async def test_tasks_that_one_turn_answers_have_its_answer(tmp_path: Path) -> No
             await here.stage.ended(task)
             assert texts(await task_of(client, task)) == ["For both."]
         assert len(here.stage.server.requests) == 1
+
+
+@both
+@pytest.mark.parametrize("wrong", [{"historyLength": -1}, {"pageToken": "9" * 5000}, {"pageToken": "x"}])
+async def test_a_wrong_parameter_of_a_list_is_the_clients_error(
+    tmp_path: Path, binding: str, wrong: dict[str, Any]
+) -> None:
+    async with mcp_stage(tmp_path) as here, client_of(here, binding) as client:
+        with pytest.raises(InvalidParamsError, match=next(iter(wrong))):
+            await client.list_tasks(ParseDict(wrong, a2a.ListTasksRequest()))
+
+
+@pytest.mark.parametrize("path", ["", "/message:send"])
+async def test_a_body_that_is_too_large_is_refused(tmp_path: Path, path: str) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(33):
+            yield b"x" * (1 << 20)
+
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json", "A2A-Version": "1.0"}
+    async with mcp_stage(tmp_path) as here, httpx.AsyncClient(headers=headers, timeout=120) as http:
+        answer = await http.post(f"{here.base}/a2a/ada{path}", content=body())
+        assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
 
 
 @both

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from coterie.clock import Clock
 from coterie.society import Society
@@ -50,8 +50,15 @@ class A2aDoor:
             raise RequestRejected(501, "not_installed", detail) from error
         if self._router is None:
             self._router = self._make_router(handler)
+        # The body is read here: the SDK would report one that is too large as an internal error.
+        body = await Request(scope, receive).body()
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_again() -> Message:
+            return messages.pop() if messages else await receive()
+
         # Without the parameters of the outer route: the SDK's router matches the whole path again.
-        await self._router({**scope, "path_params": {}}, receive, send)
+        await self._router({**scope, "path_params": {}}, receive_again, send)
 
     async def _load_handler(self) -> SocietyRequestHandler:
         if self._handler is None:

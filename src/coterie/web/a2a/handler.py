@@ -36,6 +36,7 @@ from coterie.task_following import TaskFollower, TaskProgress, TaskWatch, find_s
 from coterie.tasks import MessageNode, Task, TaskState, TaskTree
 from coterie.web.a2a.cards import Cards
 from coterie.web.caller_scope import CallerScope
+from coterie.web.routing import parse_cursor
 
 STATES: dict[TaskState, a2a.TaskState] = {
     "working": a2a.TASK_STATE_WORKING,
@@ -65,12 +66,13 @@ class SocietyRequestHandler(RequestHandler):
 
     @validate_request_params
     async def on_message_send(self, params: a2a.SendMessageRequest, context: ServerCallContext) -> a2a.Task:
+        length = _history_length(params.configuration)
         message = await self._send(params, context)
         if not params.configuration.return_immediately:
             async with aclosing(self._follower(message).follow(None)) as updates:
                 async for _ in updates:
                     pass
-        return await self._read(_scope(context), message.task or message.id, _history_length(params.configuration))
+        return await self._read(_scope(context), message.task or message.id, length)
 
     @validate_request_params
     async def on_message_send_stream(
@@ -196,7 +198,7 @@ class SocietyRequestHandler(RequestHandler):
     @validate_request_params
     async def on_get_task(self, params: a2a.GetTaskRequest, context: ServerCallContext) -> a2a.Task:
         tree = await self._tree(_scope(context), params.id, context)
-        return await self._render(tree, params.history_length if params.HasField("history_length") else None)
+        return await self._render(tree, _history_length(params))
 
     @validate_request_params
     async def on_list_tasks(self, params: a2a.ListTasksRequest, context: ServerCallContext) -> a2a.ListTasksResponse:
@@ -204,8 +206,10 @@ class SocietyRequestHandler(RequestHandler):
         size = params.page_size if params.HasField("page_size") else DEFAULT_PAGE
         if not 1 <= size <= MAX_PAGE:
             raise InvalidParamsError(f"pageSize must be from 1 to {MAX_PAGE}, got {size}")
-        if params.page_token and not params.page_token.isdecimal():
+        before = parse_cursor(params.page_token)
+        if params.page_token and before is None:
             raise InvalidParamsError("pageToken is not one of this list")
+        length = _history_length(params)
         states = {number: name for name, number in STATES.items()}
         if (params.status and params.status not in states) or params.context_id not in ("", agent_id):
             return a2a.ListTasksResponse(page_size=size)
@@ -214,8 +218,7 @@ class SocietyRequestHandler(RequestHandler):
         if params.HasField("status_timestamp_after"):
             after = params.status_timestamp_after.ToMilliseconds()
             found = [task for task in found if task.last_at.timestamp() * 1000 >= after]
-        rest = [task for task in found if not params.page_token or task.seq < int(params.page_token)]
-        length = params.history_length if params.HasField("history_length") else None
+        rest = [task for task in found if before is None or task.seq < before]
         shown = [await self._read(_scope(context), task.id, length) for task in rest[:size]]
         return a2a.ListTasksResponse(
             tasks=shown,
@@ -408,8 +411,13 @@ def _scope(context: ServerCallContext) -> CallerScope:
     return scope
 
 
-def _history_length(configuration: a2a.SendMessageConfiguration) -> int | None:
-    return configuration.history_length if configuration.HasField("history_length") else None
+def _history_length(given: a2a.SendMessageConfiguration | a2a.GetTaskRequest | a2a.ListTasksRequest) -> int | None:
+    """How many messages of a history are wanted; None: all."""
+    if not given.HasField("history_length"):
+        return None
+    if given.history_length < 0:
+        raise InvalidParamsError(f"historyLength must be 0 or more, got {given.history_length}")
+    return int(given.history_length)
 
 
 def _agent_message(task_id: str, agent_id: str, parts: list[a2a.Part], message_id: str) -> a2a.Message:
