@@ -32,6 +32,8 @@ from coterie.text import one_line
 EVENT_BATCH = 100
 PROGRESS_INTERVAL = timedelta(milliseconds=250)
 """Progress within this time is reported once."""
+STALL_TIME = timedelta(seconds=1)
+"""If no agent works for this time without news, the agents that mail waits for are looked at."""
 LATER_MESSAGES = 50
 """Messages of the thread after the question among which an answer to a newer message is looked for."""
 DRAFT_CHARACTERS = 160
@@ -168,7 +170,7 @@ class FollowedStore(TaskStore, Protocol):
     async def message(self, message_id: str) -> Message | None: ...
     async def messages_by_id(self, ids: Sequence[str]) -> Mapping[str, Message]: ...
     async def thread(self, agent_id: str, *, after: str | None = None, limit: int = 50) -> Sequence[Message]: ...
-    async def agent(self, agent_id: str) -> Agent | None: ...
+    async def agents_by_id(self, ids: Sequence[str]) -> Mapping[str, Agent]: ...
     async def is_paused(self) -> bool: ...
 
 
@@ -187,6 +189,25 @@ async def find_shared_answer(store: FollowedStore, message_id: str, task: Task) 
     return next((one for one in answers if one.created_at <= task.last_at), None)
 
 
+async def find_obstacle(store: FollowedStore, tree: TaskTree) -> str | None:
+    """Say who has to act before the task goes on; None: it goes on by itself, or does not work."""
+    if tree.task.state != "working" or tree.task.active:
+        return None
+    if await store.is_paused():
+        return "the society is paused: its owner resumes it in the panel, or with coterie resume --all"
+    readers = readers_of(tree)
+    held = [agent for agent in (await store.agents_by_id(readers)).values() if agent.state in _HELD]
+    if not held or len(held) < len(readers):
+        return None
+    return _HELD[held[0].state].format(agent=held[0].id, reason=held[0].state_reason or "no reason is known")
+
+
+def readers_of(tree: TaskTree) -> Sequence[str]:
+    """The agents that mail of the task waits for."""
+    nodes = [node for node in tree.nodes if isinstance(node, MessageNode) and node.state in ("pending", "delayed")]
+    return sorted({node.to for node in nodes if node.to != PERSON})
+
+
 class TaskFollower:
     """Follows one message of the person. Nothing is kept: a new follower of the same message sees the same."""
 
@@ -195,6 +216,8 @@ class TaskFollower:
         self._task_id = message.task or message.id
         self._news = asyncio.Event()
         self._draft = ""
+        self._ids = set[str]()
+        """Ids whose events concern it."""
 
     async def outcome(self) -> TaskOutcome:
         """Read the task with everything that was sent to the person."""
@@ -209,7 +232,7 @@ class TaskFollower:
             state=tree.task.state,
             task=tree.task,
             messages=messages,
-            problem=await self._obstacle(tree.task) if tree.task.state == "working" else None,
+            problem=await find_obstacle(self._store, tree),
         )
 
     async def follow(self, timeout: timedelta | None) -> AsyncGenerator[TaskProgress | TaskOutcome, None]:
@@ -219,9 +242,9 @@ class TaskFollower:
         unsubscribe = self._live.subscribe(self._on_live)
         for reply in self._live.replies:  # it may have begun before
             self._on_live(reply)
-        ids = {self._task_id, self._message.id, self._message.to}
+        self._ids = {self._task_id, self._message.id, self._message.to}
         try:
-            await self._watch.subscribe(self, ids)
+            await self._watch.subscribe(self, self._ids)
             while True:
                 self._news.clear()
                 task = await self._working_task()
@@ -232,18 +255,28 @@ class TaskFollower:
                 if line != shown and now >= next_progress:
                     shown, next_progress = line, now + PROGRESS_INTERVAL.total_seconds()
                     yield TaskProgress(line, task, self._draft)
-                if not await self._wait(until, next_progress if line != shown else None):
+                may_stall = not task.active and line == shown
+                if not await self._wait(until, next_progress if line != shown else None, may_stall=may_stall):
                     yield await self.outcome()
                     return
         finally:
-            self._watch.unsubscribe(self, ids)
+            self._watch.unsubscribe(self, self._ids)
             unsubscribe()
 
-    async def _wait(self, until: float | None, next_progress: float | None) -> bool:
-        """Wait for news, or until progress may be reported again. False: the time is over."""
+    async def _wait(self, until: float | None, next_progress: float | None, *, may_stall: bool) -> bool:
+        """Wait for news, or until progress may be reported again. False: the time is over, or the task is held up.
+
+        `may_stall`: no agent works.
+        """
         now = self._clock.monotonic()
         if until is not None and until <= now:
             return False
+        if may_stall and (until is None or until - now > STALL_TIME.total_seconds()):
+            if await self._clock.wait(self._news, STALL_TIME):
+                return True
+            if await self._is_held_up():
+                return False
+            now = self._clock.monotonic()
         ends = [end for end in (until, next_progress) if end is not None]
         if not ends:
             await self._news.wait()
@@ -268,16 +301,14 @@ class TaskFollower:
     # Reads
 
     async def _working_task(self) -> Task | None:
-        """Return the task if it works and nothing holds it up."""
+        """Return the task if it works."""
         try:
             task = (await self._store.tasks_by_id([self._task_id])).get(self._task_id)
-            if task is None or task.state != "working" or await self._obstacle(task):
-                return None
         except StoreError:
             if self._watch.is_stopped:
                 return None
             raise
-        return task
+        return task if task and task.state == "working" else None
 
     async def _not_started(self) -> TaskOutcome:
         message = await self._store.message(self._message.id)
@@ -293,16 +324,14 @@ class TaskFollower:
         later = [found[one] for one in ids if one in found and found[one].seq > self._message.seq]
         return sorted((one for one in later if one.state in ("pending", "taken")), key=lambda one: one.seq)
 
-    async def _obstacle(self, task: Task) -> str | None:
-        """Say who has to act before the task goes on; None: it goes on by itself."""
-        if task.active_agents:
-            return None
-        if await self._store.is_paused():
-            return "the society is paused: its owner resumes it in the panel, or with coterie resume"
-        agent = await self._store.agent(self._message.to)
-        if agent is None or agent.state not in _HELD:
-            return None
-        return _HELD[agent.state].format(agent=agent.id, reason=agent.state_reason or "no reason is known")
+    async def _is_held_up(self) -> bool:
+        """True if the task cannot go on by itself. From now on, events of all agents with its mail are news."""
+        with suppress(StoreError):  # the society stops, which is news
+            if tree := await self._store.task_tree(self._message.id):
+                self._ids.update(readers_of(tree))
+                await self._watch.subscribe(self, self._ids)
+                return await find_obstacle(self._store, tree) is not None
+        return False
 
 
 def _progress_line(task: Task, recipient: str, draft: str) -> str:
@@ -520,7 +549,9 @@ class TaskStream:
                 if task.active_agents != active:
                     active = task.active_agents
                     yield Progress(task)
-            ended = await self._find_end(task, is_answered_for_another) if is_read else None
+            ended = self._find_end(task, is_answered_for_another) if is_read else None
+            if task and not ended and not task.active and not await self._wait(STALL_TIME):
+                ended = await self._find_stall(task)
             if ended:
                 if ended.task and ended.task.state == "done" and not has_answer:
                     shared = await find_shared_answer(self._streams.store, question.message_id, ended.task)
@@ -540,21 +571,22 @@ class TaskStream:
             return True
         return self._news.is_set() or await self._streams.clock.wait(self._news, silence)
 
-    async def _find_end(self, task: Task | None, is_over: bool) -> Ended | None:
+    def _find_end(self, task: Task | None, is_over: bool) -> Ended | None:
         if task and (is_over or task.state != "working"):
             return Ended(task)
         if self._streams.watch.is_stopped:
             return Ended(None, "the society stops: send the same request again when it runs")
         if task is None:
             return Ended(None, "the message was withdrawn or deleted: send it again")
-        if task.active:
-            return None
-        agent = await self._streams.store.agent(self._agent_id)
-        if agent and agent.state in _HELD and task.queued:
-            reason = f" ({agent.state_reason})" if agent.state_reason else ""
-            return Ended(task, f"{self._agent_id} is {agent.state}{reason}: the owner must resume it")
-        if await self._streams.store.is_paused():
-            return Ended(task, "the society is paused: the owner must resume it")
+        return None
+
+    async def _find_stall(self, task: Task) -> Ended | None:
+        """The end if the task cannot go on by itself. From now on, events of all agents with its mail are news."""
+        with suppress(StoreError):  # the society stops, which is news
+            if tree := await self._streams.store.task_tree(task.id):
+                await self._subscribe(*readers_of(tree))
+                if obstacle := await find_obstacle(self._streams.store, tree):
+                    return Ended(tree.task, obstacle)
         return None
 
     # Drafts

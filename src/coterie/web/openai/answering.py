@@ -40,7 +40,7 @@ class Outcome(msgspec.Struct):
     """Messages to the person, oldest first."""
     task: Task | None = None
     reason: str = ""
-    """Why it cannot go on, if it cannot."""
+    """Why it cannot go on before somebody acts, if it cannot."""
     is_over: bool = False
     """The task may go on, but the rest of it answers a newer message."""
 
@@ -55,9 +55,9 @@ class Outcome(msgspec.Struct):
 
     def failure(self) -> RequestRejected | None:
         """The error to answer with, if there is nothing else to say."""
-        if self.reason:
-            if self.task is None:
-                return RequestRejected(503, "unavailable", self.reason)
+        if self.reason and self.task is None:
+            return RequestRejected(503, "unavailable", self.reason)
+        if self.reason and not self.answers:
             return RequestRejected(503, "agent_resting", self.reason, headers=NO_RETRY)
         reports = [str(one.payload.get("text", "")) for one in self.messages if one.sender == SYSTEM]
         if self.state == "failed" or (reports and not self.answers):

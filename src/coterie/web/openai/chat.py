@@ -155,6 +155,7 @@ class Extra(OpenAISchema, kw_only=True):
     quick_replies: Annotated[list[str], Meta(description="Also at the end of the text, numbered from 1.")]
     question: Annotated[str | None, Meta(description="The message with the quick replies.")]
     files: list[Attachment]
+    problem: Annotated[str, Meta(description="Who has to act before the task goes on.")] | UnsetType = UNSET
     ignored: Annotated[list[str], Meta(description="Fields of the request that have no effect here.")] | UnsetType = (
         UNSET
     )
@@ -189,8 +190,7 @@ async def _models(society: Society, caller: Caller) -> AsyncIterator[Model]:
         after = page[-1].id
         for agent in page:
             if agent.kind == "agent" and agent.state != "terminated" and caller.may_reach(agent.id):
-                description = society.agents.description_of(agent.id) if agent.id in society.agents else ""
-                yield Model(id=agent.id, name=agent.name, description=description)
+                yield Model(id=agent.id, name=agent.name, description=society.agents.description_of(agent.id))
 
 
 @router.post(
@@ -266,7 +266,7 @@ def conversation_of(metadata: Any) -> str:
 def make_extra(messages: list[Message], outcome: Outcome, sent: Receipt, ignored: list[str]) -> Extra:
     fields = extra_fields(messages, sent.task, outcome.state)
     fields["files"] = convert(fields["files"], list[Attachment])
-    return Extra(**fields, ignored=ignored or UNSET)
+    return Extra(**fields, problem=outcome.reason or UNSET, ignored=ignored or UNSET)
 
 
 def _completion(
