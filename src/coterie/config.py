@@ -104,6 +104,12 @@ def _card_url(value: Any) -> str | None:
     return 'expected the address of an agent card such as "https://example.org/.well-known/agent-card.json"'
 
 
+def _mcp_url(value: Any) -> str | None:
+    if isinstance(value, str) and (re.match(r"https?://[^\s/?#]", value) or "${" in value):
+        return None
+    return 'expected an address such as "https://example.org/mcp"'
+
+
 def _store_url(value: Any) -> str | None:
     if value == SQLITE or (isinstance(value, str) and is_postgres_url(value)):
         return None
@@ -261,7 +267,7 @@ class McpEntry:
     command: str | None = _setting(None, _string)
     args: tuple[str, ...] = _setting((), _strings)
     env: Mapping[str, str] | None = _setting(None, _table_of_strings)
-    url: str | None = _setting(None, _string)
+    url: str | None = _setting(None, _mcp_url)
     headers: Mapping[str, str] | None = _setting(None, _table_of_strings)
     """HTTP headers. `${NAME}` in args, env, url and headers stands for a key of the environment or secrets.json."""
     start_seconds: int = _setting(30, _integer(1, 3600))

@@ -70,6 +70,14 @@ def test_a_copy_of_a_folder_without_a_society_is_refused(tmp_path: Path, folder:
     assert not (tmp_path / "new").exists()
 
 
+def test_a_copy_of_a_damaged_database_advises_a_backup(full: Path, tmp_path: Path) -> None:
+    (full / "data" / "coterie.db").write_text("something else")
+
+    failure = coterie("copy", full, tmp_path / "new").failure
+    assert failure.endswith("is damaged (file is not a database): restore a backup with coterie restore FILE")
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_copy_to_a_folder_with_data_is_refused_with_advice_that_copy_can_follow(full: Path, tmp_path: Path) -> None:
     coterie("copy", full, tmp_path / "second")
 

@@ -21,7 +21,13 @@ from coterie.stores.sql.invariants import INVARIANTS, RECOUNT_MAIL, describe_vio
 from coterie.stores.sql.migrations import migrate_sqlite, schema_scripts, sqlite_version
 from coterie.stores.sql.rows import Connection, insert
 from coterie.stores.sql.text_index import POSITION
-from coterie.stores.sqlite.connection import DATABASE_ERRORS, PAGE_BYTES, open_reader, to_store_error
+from coterie.stores.sqlite.connection import (
+    DATABASE_ERRORS,
+    PAGE_BYTES,
+    open_reader,
+    sqlite_errors,
+    to_store_error,
+)
 
 TABLES = (
     "meta", "agents", "messages", "artifacts", "attachments", "events", "history", "history_artifacts",
@@ -164,14 +170,11 @@ class SqliteSource:
     @classmethod
     @contextmanager
     def open(cls, database: Path, artifacts: Path) -> Iterator[SqliteSource]:
-        try:
-            with closing(open_reader(database)) as db:
-                if sqlite_version(db) < schema_scripts("sqlite").newest:
-                    raise StoreUnusable(f"{database} has an older schema: bring it up to date with coterie migrate")
-                db.execute("BEGIN")  # one snapshot for all reads
-                yield cls(db, artifacts)
-        except DATABASE_ERRORS as error:
-            raise to_store_error(error) from error
+        with sqlite_errors(database), closing(open_reader(database)) as db:
+            if sqlite_version(db) < schema_scripts("sqlite").newest:
+                raise StoreUnusable(f"{database} has an older schema: bring it up to date with coterie migrate")
+            db.execute("BEGIN")  # one snapshot for all reads
+            yield cls(db, artifacts)
 
     def columns(self, table: str) -> Sequence[str]:
         return [name for (name,) in self._db.execute("SELECT name FROM pragma_table_info(:table)", {"table": table})]

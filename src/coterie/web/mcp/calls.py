@@ -132,6 +132,8 @@ class WaitingCalls:
     async def _answer(self, call: Call, question: Message, option: int | None, text: str | None) -> Message:
         options: Sequence[str] = question.payload.get("quickReplies") or ()
         if option is not None:
+            if not options:
+                raise Refused("option_invalid", "the message offers no options: answer with text")
             if not 0 <= option < len(options):
                 raise Refused("option_invalid", f"option must be from 0 to {len(options) - 1}, got {option}")
             text = options[option]
