@@ -76,15 +76,15 @@ def texts(task: a2a.Task) -> list[str]:
 @both
 async def test_every_state_of_a_task_is_reached(tmp_path: Path, binding: str) -> None:
     async with mcp_stage(tmp_path) as here, asyncio.timeout(120), client_of(here, binding) as client:
-        held = HeldAnswer("It is", " 42.")
+        held, began = HeldAnswer("It is", " 42."), asyncio.Event()
         here.stage.server.script(held)
+        here.stage.society.live.subscribe(lambda _: began.set())
         sending = asyncio.create_task(sent(client, "What is it?", "m1"))
         await here.stage.server.wait_for_request()
         (task,) = await here.stage.society.tasks()
         assert (await task_of(client, task.id)).status.state == a2a.TASK_STATE_WORKING
 
-        while not here.stage.society.live.replies:
-            await asyncio.sleep(0.01)
+        await began.wait()
         subscription = client.subscribe(a2a.SubscribeToTaskRequest(id=task.id))
         first = await anext(subscription)
         # What was written before is shown, too.
