@@ -211,8 +211,9 @@ def readers_of(tree: TaskTree) -> Sequence[str]:
 class TaskFollower:
     """Follows one message of the person. Nothing is kept: a new follower of the same message sees the same."""
 
-    def __init__(self, message: Message, *, store: FollowedStore, watch: TaskWatch, live: LiveReplies, clock: Clock):
-        self._message, self._store, self._watch, self._live, self._clock = message, store, watch, live, clock
+    def __init__(self, following: TaskFollowing, message: Message) -> None:
+        self._following, self._store, self._watch = following, following.store, following.watch
+        self._live, self._clock, self._message = following.live, following.clock, message
         self._task_id = message.task or message.id
         self._news = asyncio.Event()
         self._draft = ""
@@ -274,7 +275,7 @@ class TaskFollower:
         if may_stall and (until is None or until - now > STALL_TIME.total_seconds()):
             if await self._clock.wait(self._news, STALL_TIME):
                 return True
-            if await self._is_held_up():
+            if await self._following.why_stalled(self._message.id, self, self._ids):
                 return False
             now = self._clock.monotonic()
         ends = [end for end in (until, next_progress) if end is not None]
@@ -323,15 +324,6 @@ class TaskFollower:
         found = await self._store.messages_by_id(ids)
         later = [found[one] for one in ids if one in found and found[one].seq > self._message.seq]
         return sorted((one for one in later if one.state in ("pending", "taken")), key=lambda one: one.seq)
-
-    async def _is_held_up(self) -> bool:
-        """True if the task cannot go on by itself. From now on, events of all agents with its mail are news."""
-        with suppress(StoreError):  # the society stops, which is news
-            if tree := await self._store.task_tree(self._message.id):
-                self._ids.update(readers_of(tree))
-                await self._watch.subscribe(self, self._ids)
-                return await find_obstacle(self._store, tree) is not None
-        return False
 
 
 def _progress_line(task: Task, recipient: str, draft: str) -> str:
@@ -394,11 +386,26 @@ class Ended:
 Piece = Delta | Superseded | Said | Progress | Silence | Ended
 
 
-class TaskStreams:
-    """Makes streams, which share what they need."""
+class TaskFollowing:
+    """Makes followers and streams, which share what they need."""
 
-    def __init__(self, store: FollowedStore, watch: TaskWatch, live: LiveReplies, clock: Clock) -> None:
-        self.store, self.watch, self.live, self.clock = store, watch, live, clock
+    def __init__(self, store: FollowedStore, bus: MessageBus, live: LiveReplies, clock: Clock) -> None:
+        self.store, self.watch, self.live, self.clock = store, TaskWatch(bus, clock), live, clock
+
+    def follower(self, message: Message) -> TaskFollower:
+        return TaskFollower(self, message)
+
+    async def why_stalled(self, message_id: str, subscriber: Subscriber, ids: set[str]) -> str | None:
+        """Say why the task of the message cannot go on by itself; None: it can.
+
+        From now on the subscriber gets the events of all agents with its mail; their ids are added to `ids`.
+        """
+        with suppress(StoreError):  # the society stops, which is news
+            if tree := await self.store.task_tree(message_id):
+                ids.update(readers := readers_of(tree))
+                await self.watch.subscribe(subscriber, readers)
+                return await find_obstacle(self.store, tree)
+        return None
 
     def stream(self, agent_id: str, *, with_text: bool = True) -> TaskStream:
         """The stream of one message to the agent, to be entered. `with_text`: also the text as it is written."""
@@ -422,8 +429,8 @@ class _Draft:
 class TaskStream:
     """Follows one message to an agent. It subscribes to events while it is entered."""
 
-    def __init__(self, streams: TaskStreams, agent_id: str, *, with_text: bool) -> None:
-        self._streams, self._agent_id, self._with_text = streams, agent_id, with_text
+    def __init__(self, following: TaskFollowing, agent_id: str, *, with_text: bool) -> None:
+        self._following, self._agent_id, self._with_text = following, agent_id, with_text
         self._ids = set[str]()
         """Ids whose events concern it."""
         self._expected = ""
@@ -443,13 +450,13 @@ class TaskStream:
 
     def __enter__(self) -> Self:
         if self._with_text:
-            for reply in self._streams.live.replies:
+            for reply in self._following.live.replies:
                 self._on_live(reply)
-            self._unsubscribe = self._streams.live.subscribe(self._on_live)
+            self._unsubscribe = self._following.live.subscribe(self._on_live)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._streams.watch.unsubscribe(self, self._ids)
+        self._following.watch.unsubscribe(self, self._ids)
         if self._with_text:
             self._unsubscribe()
 
@@ -457,12 +464,12 @@ class TaskStream:
         """Subscribe before the message is sent, so that its events say that the agent works on it."""
         self._expected, self._is_changed = message_id, False
         await self._subscribe(message_id, self._agent_id)
-        if self._streams.watch.is_stopped:  # no event will come
+        if self._following.watch.is_stopped:  # no event will come
             self.wake()
 
     async def _subscribe(self, *ids: str) -> None:
         self._ids.update(ids)
-        await self._streams.watch.subscribe(self, ids)
+        await self._following.watch.subscribe(self, ids)
 
     def on_event(self, event: Event) -> None:
         if event.kind == "agent.state" and self._is_active:
@@ -484,7 +491,7 @@ class TaskStream:
             return
         draft = self._drafts.get(reply.id)
         if draft is None:
-            draft = self._drafts[reply.id] = _Draft(self._streams.clock.now())
+            draft = self._drafts[reply.id] = _Draft(self._following.clock.now())
         if size := reply.length - draft.length:
             last = reply.chunks[-1]
             # Joining all chunks for each one would take quadratic time.
@@ -505,7 +512,7 @@ class TaskStream:
         if not (is_new and sent.message_id == sent.task == self._expected):
             self._is_changed = True
             await self._subscribe(sent.task, sent.message_id, self._agent_id)
-            question = await self._streams.store.message(sent.message_id)
+            question = await self._following.store.message(sent.message_id)
             if question is None:
                 yield Ended(None, "the message was deleted: send it again")
                 return
@@ -528,9 +535,9 @@ class TaskStream:
             if is_read:
                 self._is_changed = self._is_only_stored = False
                 try:
-                    task, messages = await self._streams.store.task_with_messages(question.task, after=self._last_seq)
+                    task, messages = await self._following.store.task_with_messages(question.task, after=self._last_seq)
                 except StoreError:
-                    if not self._streams.watch.is_stopped:
+                    if not self._following.watch.is_stopped:
                         raise
             is_answered_for_another = False
             for message in messages:
@@ -551,10 +558,11 @@ class TaskStream:
                     yield Progress(task)
             ended = self._find_end(task, is_answered_for_another) if is_read else None
             if task and not ended and not task.active and not await self._wait(STALL_TIME):
-                ended = await self._find_stall(task)
+                reason = await self._following.why_stalled(task.id, self, self._ids)
+                ended = Ended(task, reason) if reason else None
             if ended:
                 if ended.task and ended.task.state == "done" and not has_answer:
-                    shared = await find_shared_answer(self._streams.store, question.message_id, ended.task)
+                    shared = await find_shared_answer(self._following.store, question.message_id, ended.task)
                     for piece in self._close_draft(shared, ()) if shared else ():
                         yield piece
                 for piece in self._supersede():
@@ -569,24 +577,15 @@ class TaskStream:
         if silence is None:
             await self._news.wait()
             return True
-        return self._news.is_set() or await self._streams.clock.wait(self._news, silence)
+        return self._news.is_set() or await self._following.clock.wait(self._news, silence)
 
     def _find_end(self, task: Task | None, is_over: bool) -> Ended | None:
         if task and (is_over or task.state != "working"):
             return Ended(task)
-        if self._streams.watch.is_stopped:
+        if self._following.watch.is_stopped:
             return Ended(None, "the society stops: send the same request again when it runs")
         if task is None:
             return Ended(None, "the message was withdrawn or deleted: send it again")
-        return None
-
-    async def _find_stall(self, task: Task) -> Ended | None:
-        """The end if the task cannot go on by itself. From now on, events of all agents with its mail are news."""
-        with suppress(StoreError):  # the society stops, which is news
-            if tree := await self._streams.store.task_tree(task.id):
-                await self._subscribe(*readers_of(tree))
-                if obstacle := await find_obstacle(self._streams.store, tree):
-                    return Ended(tree.task, obstacle)
         return None
 
     # Drafts
@@ -615,9 +614,9 @@ class TaskStream:
     async def _is_own(self, draft: _Draft, question: Receipt) -> bool:
         """Whether the agent writes it for the task. It must have read the question before, and work on the task now."""
         with suppress(StoreError):
-            now = await self._streams.store.message(question.message_id)
+            now = await self._following.store.message(question.message_id)
             if now and now.taken_at and now.taken_at <= draft.began_at:
-                task = (await self._streams.store.tasks_by_id([question.task])).get(question.task)
+                task = (await self._following.store.tasks_by_id([question.task])).get(question.task)
                 return task is not None and self._agent_id in task.active_agents
         return False
 

@@ -26,13 +26,12 @@ from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.struct_pb2 import Value
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from coterie.clock import Clock
 from coterie.errors import Refused
 from coterie.ids import id_for, keyed_id, new_id
 from coterie.messages import PERSON, Message, Receipt
 from coterie.push_configs import PushConfig, is_allowed
 from coterie.society import Society
-from coterie.task_following import TaskFollower, TaskProgress, TaskWatch, find_shared_answer, is_open_question
+from coterie.task_following import TaskFollowing, TaskProgress, find_obstacle, find_shared_answer, is_open_question
 from coterie.tasks import MessageNode, Task, TaskState, TaskTree
 from coterie.web.a2a.cards import Cards
 from coterie.web.caller_scope import CallerScope
@@ -56,10 +55,10 @@ Event = a2a.Task | a2a.TaskStatusUpdateEvent | a2a.TaskArtifactUpdateEvent | a2a
 
 class SocietyRequestHandler(RequestHandler):
     def __init__(
-        self, society: Society, watch: TaskWatch, clock: Clock, cards: Cards, on_push_config: Callable[[], None]
+        self, society: Society, following: TaskFollowing, cards: Cards, on_push_config: Callable[[], None]
     ) -> None:
         """`on_push_config` is called after a push notification config was stored."""
-        self._society, self._watch, self._clock = society, watch, clock
+        self._society, self._following = society, following
         self.cards, self._on_push_config = cards, on_push_config
 
     # Sending
@@ -69,7 +68,7 @@ class SocietyRequestHandler(RequestHandler):
         length = _history_length(params.configuration)
         message = await self._send(params, context)
         if not params.configuration.return_immediately:
-            async with aclosing(self._follower(message).follow(None)) as updates:
+            async with aclosing(self._following.follower(message).follow(None)) as updates:
                 async for _ in updates:
                     pass
         return await self._read(_scope(context), message.task or message.id, length)
@@ -101,7 +100,7 @@ class SocietyRequestHandler(RequestHandler):
         sent = {artifact.artifact_id for artifact in first.artifacts}
         if first.status.state not in (a2a.TASK_STATE_WORKING, a2a.TASK_STATE_SUBMITTED):
             return
-        async with aclosing(self._follower(message).follow(None)) as updates:
+        async with aclosing(self._following.follower(message).follow(None)) as updates:
             async for update in updates:
                 if isinstance(update, TaskProgress):
                     said = _agent_message(task_id, message.to, [a2a.Part(text=update.text)], new_id())
@@ -286,7 +285,7 @@ class SocietyRequestHandler(RequestHandler):
         last = next((one for one in reversed(said) if one.to == PERSON), None)
         if last is not None and task.state in ("waiting", "failed"):
             status.message.CopyFrom(await self._message(task, last))
-        elif task.state == "working" and (problem := (await self._follower_of(tree)).problem):
+        elif task.state == "working" and (problem := await find_obstacle(self._society.store, tree)):
             status.message.CopyFrom(_agent_message(task.id, _context_id(task), [a2a.Part(text=problem)], new_id()))
         if history_length is not None:
             history = history[-history_length:] if history_length else []
@@ -327,16 +326,9 @@ class SocietyRequestHandler(RequestHandler):
             parts.append(part)
         return parts
 
-    async def _follower_of(self, tree: TaskTree) -> Any:
-        return await self._follower(await self._first(tree)).outcome()
-
-    def _follower(self, message: Message) -> TaskFollower:
-        society = self._society
-        return TaskFollower(message, store=society.store, watch=self._watch, live=society.live, clock=self._clock)
-
     def _now(self) -> Timestamp:
         stamp = Timestamp()
-        stamp.FromDatetime(self._clock.now())
+        stamp.FromDatetime(self._following.clock.now())
         return stamp
 
     # Push notifications
