@@ -109,6 +109,8 @@ def test_pause_and_resume_all_change_every_agent(either: Environment) -> None:
     paused = coterie("pause", "--all", "--json", "--dir", either.folder).json["items"]
 
     assert paused == [{"id": "ada", "state": "paused"}, {"id": "bob", "state": "paused"}]
+    one = coterie("resume", "ada", "--dir", either.folder).stdout
+    assert one == "ada stays paused: the whole society is paused, and coterie resume --all resumes it.\n"
     resumed = coterie("resume", "--all", "--dir", either.folder).stdout
     assert resumed.splitlines() == ["ada is resumed.", "bob is resumed."]
     assert coterie("pause", "--dir", either.folder).code == 2

@@ -271,7 +271,8 @@ def find_server(folder: Path, token: str | None = None) -> Client | None:
         return None
     if address is None or pid not in (None, address.pid):
         # Another command, a program, or a server that does not listen yet.
-        raise StoreOwned(folder, pid if pid and pid > 0 else None)
+        remedy = "end it, and run coterie serve, which several commands can use at once"
+        raise StoreOwned(folder, pid if pid and pid > 0 else None, remedy)
     _check_address(address)
     return Client(address, token or address.token or _read_token(society.data))
 
