@@ -193,6 +193,22 @@ async def test_files_and_data_go_both_ways(tmp_path: Path, binding: str) -> None
             ))))  # fmt: skip
 
 
+@both
+async def test_a_file_without_its_bytes_does_not_hide_the_tasks_of_the_agent(tmp_path: Path, binding: str) -> None:
+    async with mcp_stage(tmp_path) as here, client_of(here, binding, streaming=False) as client:
+        here.stage.server.default = "Seen."
+        (answer,) = await sent(client, "See", "m1", a2a.Part(raw=b"hello", filename="note.txt"))
+        for file in (path for path in (tmp_path / "data" / "artifacts").rglob("*") if path.is_file()):
+            file.unlink()
+        (task,) = (await client.list_tasks(a2a.ListTasksRequest())).tasks
+        (part,) = (part for part in task.history[0].parts if part.filename)
+        assert task.id == answer.task.id and part.url.startswith(f"{here.base}/api/v1/artifacts/")
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+            gone = await http.get(part.url)
+        assert (gone.status_code, gone.json()["code"]) == (404, "unknown_artifact")
+        assert gone.json()["detail"].startswith("the bytes of note.txt are gone")
+
+
 @pytest.mark.parametrize(
     "text",
     ['{"a": NaN}', '{"a": 1e999}', f'{{"a": {"9" * 400}}}', '{"a":' * 120 + "1" + "}" * 120, '{"a":' * 100_000],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import msgspec
@@ -319,10 +319,10 @@ class SocietyRequestHandler(RequestHandler):
             parts.append(a2a.Part(data=data, media_type="application/json"))
         for file in message.payload.get("attachments") or ():
             part = a2a.Part(filename=str(file.get("filename", "")), media_type=str(file.get("mimeType", "")))
-            if file.get("size", 0) > MAX_RAW_BYTES:
-                part.url = self.cards.artifact_url(file["artifactRef"])
-            else:
-                part.raw = await self._society.artifacts.read(file["artifactRef"])
+            part.url = self.cards.artifact_url(file["artifactRef"])
+            if file.get("size", 0) <= MAX_RAW_BYTES:
+                with suppress(Refused):  # its bytes are gone, as its address says
+                    part.raw = await self._society.artifacts.read(file["artifactRef"])
             parts.append(part)
         return parts
 
