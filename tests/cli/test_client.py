@@ -165,6 +165,25 @@ def test_an_export_with_json_prints_the_messages_or_the_written_file(either: Env
     assert coterie("export", "adda", "--json", "--dir", either.folder).json["error"] == "unknown_agent"
 
 
+def test_an_export_that_fails_leaves_the_file_of_before(
+    env: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ada.md").write_text("before")
+    coterie("send", "ada", "hello", "--dir", env.folder)
+    with monkeypatch.context() as patched:
+        patched.setattr("coterie.cli.messages.Path.write_text", _fill_disk)
+        patched.setattr("coterie.files.os.fsync", _fill_disk)
+        assert "No space left" in coterie("export", "ada", "--to", tmp_path / "ada.md", "--dir", env.folder).failure
+    assert [(file.name, file.read_text()) for file in tmp_path.glob("*ada.md*")] == [("ada.md", "before")]
+
+
+def _fill_disk(file: Path | int, *_: object, **__: object) -> None:
+    """A write of which the disk takes only the first bytes."""
+    if isinstance(file, Path):
+        file.write_bytes(b"# A")
+    raise OSError(28, "No space left on device")
+
+
 @pytest.mark.parametrize(
     "args",
     [("send", "\udcff", "hi"), ("history", "\udcff"), ("export", "\udcff"), ("stop", "\udcff"),
