@@ -32,6 +32,7 @@ from coterie.errors import (
 from coterie.messages import PERSON
 from coterie.sse_parser import SseParser
 from coterie.stores.open import is_shared, owner_pid, require_society
+from coterie.text import to_storable
 from coterie.web.addresses import is_loopback
 
 if TYPE_CHECKING:
@@ -85,10 +86,10 @@ class Client:
         return await self._request("GET", path, params=given)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        return await self._request("POST", path, json={} if body is None else body)
+        return await self._request("POST", path, **_json({} if body is None else body))
 
     async def patch(self, path: str, body: Mapping[str, Any]) -> Any:
-        return await self._request("PATCH", path, json=body)
+        return await self._request("PATCH", path, **_json(body))
 
     async def delete(self, path: str) -> Any:
         return await self._request("DELETE", path)
@@ -96,7 +97,7 @@ class Client:
     async def upload(self, file: Path) -> str:
         """Store the file as an artifact and return its reference."""
         with file.open("rb") as opened:
-            artifact = await self._request("POST", "/artifacts", files={"file": (file.name, opened)})
+            artifact = await self._request("POST", "/artifacts", files={"file": (to_storable(file.name), opened)})
         return str(artifact["artifactRef"])
 
     async def pages(self, path: str, **params: str | int | None) -> AsyncGenerator[Mapping[str, Any], None]:
@@ -174,6 +175,12 @@ class Client:
             f"process {self._address.pid} runs this society, but its server at {self._address.url} {reason}:"
             " try again, or stop that process"
         )
+
+
+def _json(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a request with this body. Bytes of the command line that are no UTF-8 are replaced."""
+    content = to_storable(json.dumps(body, ensure_ascii=False)).encode()
+    return {"content": content, "headers": {"Content-Type": "application/json"}}
 
 
 def _check_response(response: httpx.Response) -> None:
