@@ -15,6 +15,7 @@ import msgspec
 from a2a.server.context import ServerCallContext
 from a2a.server.request_handlers.request_handler import RequestHandler, validate_request_params
 from a2a.types import a2a_pb2 as a2a
+from a2a.utils.constants import PROTOCOL_VERSION_1_0, TransportProtocol
 from a2a.utils.errors import (
     InvalidParamsError,
     PushNotificationNotSupportedError,
@@ -26,6 +27,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.struct_pb2 import Value
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from coterie import __version__, agents
 from coterie.errors import Refused
 from coterie.ids import id_for, keyed_id, new_id
 from coterie.messages import PERSON, Message, Receipt
@@ -33,7 +35,7 @@ from coterie.push_configs import PushConfig, is_allowed
 from coterie.society import Society
 from coterie.task_following import TaskFollowing, TaskProgress, find_obstacle, find_shared_answer, is_open_question
 from coterie.tasks import MessageNode, Task, TaskState, TaskTree
-from coterie.web.a2a.cards import Cards
+from coterie.web import schemas
 from coterie.web.caller_scope import CallerScope
 from coterie.web.routing import parse_cursor
 
@@ -49,6 +51,9 @@ DEFAULT_PAGE, MAX_PAGE = 50, 100
 MAX_RAW_BYTES = 4_000_000
 """The largest file that is part of a message. Larger ones are named by their address."""
 MAX_TASKS = 1_000
+_MEDIA = {"vision": ("image/png", "image/jpeg"), "audio": ("audio/wav", "audio/mpeg"), "file": ("application/pdf",)}
+"""Media types that stand for a capability of a model."""
+TEXT = ("text/plain", "application/json")
 
 Event = a2a.Task | a2a.TaskStatusUpdateEvent | a2a.TaskArtifactUpdateEvent | a2a.Message
 
@@ -396,6 +401,72 @@ class SocietyRequestHandler(RequestHandler):
         tree = await self._tree(_scope(context), task_id, context)
         found = await self._society.store.push_configs(tree.task.id)
         return [ParseDict(json.loads(one.config), a2a.TaskPushNotificationConfig()) for one in found]
+
+
+# Agent cards: what an agent is for, what it reads and writes, and where it is reached
+
+
+class Cards:
+    def __init__(self, society: Society, url: str) -> None:
+        self._society, self._url = society, url
+
+    async def of_agent(self, scope: CallerScope, agent_id: str | None) -> a2a.AgentCard:
+        agent = await scope.agent(agent_id or "")
+        skill = self._skill(agent)
+        return self._card(agent.name, skill.description, agent.id, [skill])
+
+    async def of_society(self, scope: CallerScope, _: str | None = None) -> a2a.AgentCard:
+        """The card of the society: its first agent receives what is sent there; each agent is a skill."""
+        found = await scope.agents()
+        if not found:
+            raise Refused("unknown_agent", "there is no agent for you")
+        order = {entry.id: number for number, entry in enumerate(self._society.config.agents)}
+        first = min(found, key=lambda agent: (order.get(agent.id, len(order)), agent.id))
+        about = f"A society of {len(found)} agents. {first.name} receives what is sent here. Each skill is an agent."
+        return self._card("Coterie", about, first.id, [self._skill(agent) for agent in found])
+
+    def artifact_url(self, ref: str) -> str:
+        """The address of a file that is too large for a message."""
+        return f"{self._url}/api/v1/artifacts/{ref}"
+
+    def _card(self, name: str, about: str, agent_id: str, skills: list[a2a.AgentSkill]) -> a2a.AgentCard:
+        address, has_push = f"{self._url}/a2a/{agent_id}", bool(self._society.config.doors.push)
+        bearer = a2a.HTTPAuthSecurityScheme(scheme="Bearer", description="The token of a key: coterie keys add NAME")
+        return a2a.AgentCard(
+            name=name,
+            description=about,
+            version=__version__,
+            supported_interfaces=[
+                a2a.AgentInterface(url=address, protocol_binding=binding, protocol_version=PROTOCOL_VERSION_1_0)
+                for binding in (TransportProtocol.JSONRPC, TransportProtocol.HTTP_JSON)
+            ],
+            capabilities=a2a.AgentCapabilities(streaming=True, push_notifications=has_push, extended_agent_card=True),
+            security_schemes={"bearer": a2a.SecurityScheme(http_auth_security_scheme=bearer)},
+            security_requirements=[a2a.SecurityRequirement(schemes={"bearer": a2a.StringList()})],
+            default_input_modes=sorted({mode for skill in skills for mode in skill.input_modes}),
+            default_output_modes=sorted({mode for skill in skills for mode in skill.output_modes}),
+            skills=skills,
+        )
+
+    def _skill(self, agent: agents.Agent) -> a2a.AgentSkill:
+        about = schemas.Agent.in_society(self._society, agent)
+        reads = about.capabilities.input if about.capabilities else []
+        writes = about.capabilities.output if about.capabilities else []
+        return a2a.AgentSkill(
+            id=agent.id,
+            name=agent.name,
+            description=about.description or f"The agent {agent.name}. Its own card: {self._url}/a2a/{agent.id}",
+            tags=sorted({*reads, *writes}) or ["text"],
+            input_modes=_modes(reads),
+            output_modes=_modes(writes),
+        )
+
+
+def _modes(capabilities: list[str]) -> list[str]:
+    return [*TEXT, *(mode for name in sorted(capabilities) for mode in _MEDIA.get(name, ()))]
+
+
+# Helpers
 
 
 def _scope(context: ServerCallContext) -> CallerScope:
