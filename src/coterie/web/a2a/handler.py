@@ -417,7 +417,7 @@ class Cards:
 
     async def of_society(self, scope: CallerScope, _: str | None = None) -> a2a.AgentCard:
         """The card of the society: its first agent receives what is sent there; each agent is a skill."""
-        found = await scope.agents()
+        found = await scope.offered_agents()
         if not found:
             raise Refused("unknown_agent", "there is no agent for you")
         order = {entry.id: number for number, entry in enumerate(self._society.config.agents)}

@@ -343,7 +343,7 @@ class McpHandlers:
         self, context: Context, _: types.PaginatedRequestParams | None
     ) -> types.ListPromptsResult:  # fmt: skip
         found = []
-        for agent in await self._scope(context).agents():
+        for agent in await self._scope(context).offered_agents():
             about = schemas.Agent.in_society(self._society, agent).description
             found.append(
                 types.Prompt(

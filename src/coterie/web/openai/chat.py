@@ -176,7 +176,7 @@ class ChatCompletion(OpenAISchema, kw_only=True):
 
 @router.get("/models", summary="List the agents that the caller may reach, as models")
 async def list_models(society: SocietyDep, caller: CallerDep) -> ModelList:
-    return ModelList(data=[_model(society, agent) for agent in await CallerScope(society, caller).agents()])
+    return ModelList(data=[_model(society, agent) for agent in await CallerScope(society, caller).offered_agents()])
 
 
 @router.get("/models/{model}", summary="Get an agent, as a model")

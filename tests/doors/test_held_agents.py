@@ -1,4 +1,4 @@
-"""Tasks that cannot go on before the owner acts: every door says so, and returns what was said until then."""
+"""Agents that do not answer before the owner acts: every door says so, and returns what was said until then."""
 
 from __future__ import annotations
 
@@ -71,3 +71,11 @@ async def test_a_message_over_a2a_returns_if_another_agent_is_paused(tmp_path: P
         status = answer.json()["task"]["status"]
         assert status["state"] == "TASK_STATE_WORKING"
         assert status["message"]["parts"][0]["text"] == HINT
+
+
+async def test_a_retired_agent_is_not_offered(tmp_path: Path) -> None:
+    async with open_door(tmp_path) as door, httpx.AsyncClient(base_url=door.url, headers=HEADERS, timeout=60) as client:
+        await client.delete("/api/v1/definitions/bob")
+        assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["ada"]
+        card = (await client.get("/.well-known/agent-card.json")).json()
+        assert [skill["id"] for skill in card["skills"]] == ["ada"]
