@@ -377,7 +377,7 @@ def parse_config(table: Mapping[str, Any], folder: Path) -> Config:
 def _parse(path: Path, text: str | None) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8") if text is None else text)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # a file instead of the folder: `SocietyFolder.create` says so
         return {}
     except UnicodeDecodeError as error:
         raise ConfigError([Problem(CONFIG_FILE, f"is not UTF-8 text (byte {error.start})", fatal=True)]) from error

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from coterie.config import ADDRESS_FILE, ServerAddress, write_address
+from coterie.society import Society
 from coterie.stores.sqlite.connection import FolderLock
 
 from .commands import coterie
@@ -114,6 +115,24 @@ def test_pause_and_resume_all_change_every_agent(either: Environment) -> None:
     resumed = coterie("resume", "--all", "--dir", either.folder).stdout
     assert resumed.splitlines() == ["ada is resumed.", "bob is resumed."]
     assert coterie("pause", "--dir", either.folder).code == 2
+
+
+def test_an_unexpected_error_says_where_its_details_are(
+    env: Environment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(_: Society) -> None:
+        raise RuntimeError("secret detail")
+
+    coterie("pause", "ada", "--dir", env.folder)  # creates the database
+    monkeypatch.setattr(Society, "worker_names", fail)
+
+    failure = coterie("agents", "--dir", env.folder).failure
+    assert failure == "an unexpected error in the server: run it again with COTERIE_DEBUG=1 to see where"
+
+    env.serve()
+    caplog.clear()
+    *_, incident = coterie("agents", "--dir", env.folder).failure.split()
+    assert f"incident {incident}" in caplog.text
 
 
 def test_open_prints_a_login_link_without_a_display(env: Environment, monkeypatch: pytest.MonkeyPatch) -> None:

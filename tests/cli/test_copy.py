@@ -63,7 +63,8 @@ def test_the_password_of_a_database_is_never_shown(full: Path) -> None:
 
 
 def test_a_copy_of_a_folder_without_a_society_is_refused(tmp_path: Path, folder: Path, url: str) -> None:
-    assert "there is no society in" in coterie("copy", tmp_path / "nothing", url).failure
+    failure = coterie("copy", tmp_path / "nothing", url).failure
+    assert "there is no society in" in failure and "--dir" not in failure
     assert "has not run yet" in coterie("copy", folder, url).failure
     assert coterie("migrate", "--dir", use(tmp_path / "shared", url)).code == 0
     assert "there is no society in" in coterie("copy", url, tmp_path / "new").failure

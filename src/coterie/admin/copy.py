@@ -22,7 +22,7 @@ from coterie.errors import StoreUnusable
 from coterie.files import replace_file
 from coterie.store_url import SQLITE, is_postgres_url, redact_url
 from coterie.stores.blobs import fsync_folder
-from coterie.stores.open import require_driver, require_society
+from coterie.stores.open import require_driver
 from coterie.stores.sqlite.connection import FolderLock
 from coterie.stores.sqlite.engine import DATABASE
 from coterie.stores.transfer import (
@@ -117,8 +117,12 @@ def open_source(location: StoreLocation) -> Iterator[Source]:
         with PostgresSource.open(location.store.url, location.artifacts, require_stopped=True) as postgres:
             yield postgres
         return
-    folder = require_society(location.folder.path) if location.folder else None
-    if folder is None or not (folder.data / DATABASE).exists():
+    folder = location.folder
+    if folder is None or not folder.exists:
+        raise StoreUnusable(
+            f"there is no society in {location}: name the folder of one, or the address of its PostgreSQL"
+        )
+    if not (folder.data / DATABASE).exists():
         raise StoreUnusable(f"the society in {location} has not run yet: there is nothing to copy")
     lock = FolderLock(folder.data)
     try:

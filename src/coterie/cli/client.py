@@ -141,7 +141,7 @@ class Client:
             async with self._http.stream("GET", f"{API}/events", headers=headers, timeout=timeout) as response:
                 if response.is_error:
                     await response.aread()
-                _check_response(response)
+                self._check_response(response)
                 async for chunk in response.aiter_bytes():
                     for event in parser.feed(chunk):
                         yield ServerEvent(event.id, event.type, json.loads(event.data))
@@ -166,7 +166,7 @@ class Client:
             response = await self._http.request(method, API + path, **request)
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
-        _check_response(response)
+        self._check_response(response)
         return response.json() if response.content else None
 
     def _unreachable(self, error: httpx.TransportError) -> ServerUnusable:
@@ -176,33 +176,37 @@ class Client:
             " try again, or stop that process"
         )
 
+    def _check_response(self, response: httpx.Response) -> None:
+        if response.is_success:
+            return
+        if response.status_code == 401:
+            raise ServerUnusable(
+                "the running server does not accept this token: give the one it was started with by --token or"
+                " COTERIE_TOKEN"
+            )
+        try:
+            problem = response.json()
+            code, detail, incident = str(problem["code"]), str(problem["detail"]), problem.get("id")
+        except (ValueError, KeyError, TypeError):
+            code, detail = str(response.status_code), "it gave no reason: it may be another program than Coterie"
+            incident = None
+        if code == "stopping":
+            raise ServerStopping(detail)
+        if code in HTTP_STATUS:
+            raise Refused(code, detail)
+        if code in _STORE_ERRORS:
+            raise StoreUnavailable(detail, full=code == "store_full")
+        if code == "internal_error":
+            log = f"its log has the details under {incident}"
+            hint = "run it again with COTERIE_DEBUG=1 to see where" if self.is_private else log
+            raise ServerUnusable(f"an unexpected error in the server: {hint}")
+        raise ServerUnusable(f"the running server refused: {detail} ({code})")
+
 
 def _json(body: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a request with this body. Bytes of the command line that are no UTF-8 are replaced."""
     content = to_storable(json.dumps(body, ensure_ascii=False)).encode()
     return {"content": content, "headers": {"Content-Type": "application/json"}}
-
-
-def _check_response(response: httpx.Response) -> None:
-    if response.is_success:
-        return
-    if response.status_code == 401:
-        raise ServerUnusable(
-            "the running server does not accept this token: give the one it was started with by --token or"
-            " COTERIE_TOKEN"
-        )
-    try:
-        problem = response.json()
-        code, detail = str(problem["code"]), str(problem["detail"])
-    except (ValueError, KeyError, TypeError):
-        code, detail = str(response.status_code), "it gave no reason: it may be another program than Coterie"
-    if code == "stopping":
-        raise ServerStopping(detail)
-    if code in HTTP_STATUS:
-        raise Refused(code, detail)
-    if code in _STORE_ERRORS:
-        raise StoreUnavailable(detail, full=code == "store_full")
-    raise ServerUnusable(f"the running server refused: {detail} ({code})")
 
 
 # Find or start the society
