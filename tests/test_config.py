@@ -82,6 +82,10 @@ def test_a_mistake_is_reported_with_its_location_and_remedy(tmp_path: Path, text
             '[mcp.files]\ncommand = "x"\nheaders = { A = "canary" }',
             "coterie.toml: mcp.files.headers: only a server with a url has headers: use env",
         ),
+        (
+            '[mcp.files]\nurl = "example.org/mcp"',
+            'mcp.files.url: expected an address such as "https://example.org/mcp"',
+        ),
         ("[mcp.files]\nstart_seconds = 0", "coterie.toml: mcp.files.start_seconds: expected a whole number, 1 to 3600"),
         ('[mcp.files]\nenv = "canary"', "coterie.toml: mcp.files.env: expected a table of strings"),
         ('[mcp.files]\nargs = "--token canary"', "coterie.toml: mcp.files.args: expected a list of strings"),

@@ -52,10 +52,10 @@ def contents(folder: Path) -> dict[str, object]:
     return rows | {path.name: path.read_bytes() for path in artifacts.rglob("*") if path.is_file()}
 
 
-def count_wrongly(folder: Path, delayed: int) -> None:
-    """Store a wrong count of delayed messages for `ada`."""
+def count_wrongly(folder: Path, reminders: int) -> None:
+    """Store a wrong count of messages of `ada` that an answer withdraws."""
     with closing(sqlite3.connect(folder / "data" / "coterie.db")) as db, db:
-        db.execute("UPDATE agents SET delayed = ? WHERE id = 'ada'", (delayed,))
+        db.execute("UPDATE agents SET reminders = ? WHERE id = 'ada'", (reminders,))
 
 
 async def test_a_society_transferred_there_and_back_is_equal_row_by_row(url: str, tmp_path: Path) -> None:
@@ -228,12 +228,27 @@ async def test_a_copy_that_fails_in_its_last_step_leaves_no_data(there: str, url
     async with busy_society(home):
         before = contents(home)
         count_wrongly(home, 7)
-        with pytest.raises(StoreUnusable, match=r"data is inconsistent \(counters: ada"):
+        with pytest.raises(StoreUnusable, match=r"data is inconsistent \(T7 .*: ada"):
             await copied(home, target)
         assert not (tmp_path / "new").exists()
         count_wrongly(home, 0)
         await copied(home, target)
         assert contents(home) == before
+
+
+@pytest.mark.parametrize("there", ["sqlite", "postgres"])
+async def test_wrong_counts_of_mail_do_not_prevent_a_copy_and_are_right_in_it(
+    there: str, url: str, tmp_path: Path
+) -> None:
+    home, target = tmp_path / "home", url if there == "postgres" else tmp_path / "new"
+    async with busy_society(home):
+        before = contents(home)
+        with closing(sqlite3.connect(home / "data" / "coterie.db")) as db, db:
+            db.execute("UPDATE agents SET waiting_bytes = waiting_bytes + 7, delayed = 9, waiting = waiting + 1")
+        await copied(home, target)
+        if there == "postgres":
+            await copied(url, tmp_path / "new")
+    assert contents(tmp_path / "new") == before
 
 
 async def test_missing_bytes_are_reported_and_changed_ones_refused(url: str, tmp_path: Path) -> None:

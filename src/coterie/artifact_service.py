@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 from coterie.artifacts import Artifact, BlobStore, FileBlobStore, detect_type, sanitize_filename
@@ -86,10 +87,16 @@ class ArtifactService:
     async def open(
         self, ref: str, start: int = 0, end: int | None = None, *, reader: str | None = None
     ) -> AsyncIterator[bytes]:
-        """Stream the bytes from `start` up to, not including, `end`."""
+        """Stream the bytes from `start` up to, not including, `end`. `Refused("unknown_artifact")` if they are gone."""
         artifact = await self.describe(ref, reader=reader)
-        async for chunk in self._blobs.open(artifact.sha256, start, end):
-            yield chunk
+        missing = (artifact.size if end is None else min(end, artifact.size)) - start
+        with suppress(FileNotFoundError):
+            async for chunk in self._blobs.open(artifact.sha256, start, end):
+                missing -= len(chunk)
+                yield chunk
+        if missing > 0:
+            gone = f"the bytes of {artifact.filename} are gone, as coterie verify reports: only a backup has them"
+            raise Refused("unknown_artifact", gone)
 
     async def read(self, ref: str) -> bytes:
         """The whole content. For files known to be small."""

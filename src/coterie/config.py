@@ -104,6 +104,12 @@ def _card_url(value: Any) -> str | None:
     return 'expected the address of an agent card such as "https://example.org/.well-known/agent-card.json"'
 
 
+def _mcp_url(value: Any) -> str | None:
+    if isinstance(value, str) and (re.match(r"https?://[^\s/?#]", value) or "${" in value):
+        return None
+    return 'expected an address such as "https://example.org/mcp"'
+
+
 def _store_url(value: Any) -> str | None:
     if value == SQLITE or (isinstance(value, str) and is_postgres_url(value)):
         return None
@@ -261,7 +267,7 @@ class McpEntry:
     command: str | None = _setting(None, _string)
     args: tuple[str, ...] = _setting((), _strings)
     env: Mapping[str, str] | None = _setting(None, _table_of_strings)
-    url: str | None = _setting(None, _string)
+    url: str | None = _setting(None, _mcp_url)
     headers: Mapping[str, str] | None = _setting(None, _table_of_strings)
     """HTTP headers. `${NAME}` in args, env, url and headers stands for a key of the environment or secrets.json."""
     start_seconds: int = _setting(30, _integer(1, 3600))
@@ -371,7 +377,7 @@ def parse_config(table: Mapping[str, Any], folder: Path) -> Config:
 def _parse(path: Path, text: str | None) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8") if text is None else text)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # a file instead of the folder: `SocietyFolder.create` says so
         return {}
     except UnicodeDecodeError as error:
         raise ConfigError([Problem(CONFIG_FILE, f"is not UTF-8 text (byte {error.start})", fatal=True)]) from error

@@ -152,10 +152,10 @@ class StoreUnavailable(StoreError):
 class StoreOwned(StoreError):
     """Another process runs this society."""
 
-    def __init__(self, folder: object, pid: int | None) -> None:
+    def __init__(self, folder: object, pid: int | None, remedy: str = "stop it first, or name another folder") -> None:
         self.pid = pid
         owner = f"process {pid}" if pid else "another process"
-        super().__init__(f"{folder} is in use by {owner}; stop it first, or choose another folder with --dir")
+        super().__init__(f"{folder} is in use by {owner}; {remedy}")
 
 
 class StoreUnusable(StoreError):

@@ -101,7 +101,7 @@ class RunningConfiguration:
                 self._set_health(ConfigurationHealth(error.problems, is_applied=False))
                 raise
         self._on_change()
-        log.info("configuration reloaded; %d problems", len(problems))
+        log.info("configuration reloaded; problems: %d", len(problems))
         return problems
 
     async def reload_services(self) -> None:

@@ -32,6 +32,8 @@ from coterie.text import one_line
 EVENT_BATCH = 100
 PROGRESS_INTERVAL = timedelta(milliseconds=250)
 """Progress within this time is reported once."""
+STALL_TIME = timedelta(seconds=1)
+"""If no agent works for this time without news, the agents that mail waits for are looked at."""
 LATER_MESSAGES = 50
 """Messages of the thread after the question among which an answer to a newer message is looked for."""
 DRAFT_CHARACTERS = 160
@@ -168,7 +170,7 @@ class FollowedStore(TaskStore, Protocol):
     async def message(self, message_id: str) -> Message | None: ...
     async def messages_by_id(self, ids: Sequence[str]) -> Mapping[str, Message]: ...
     async def thread(self, agent_id: str, *, after: str | None = None, limit: int = 50) -> Sequence[Message]: ...
-    async def agent(self, agent_id: str) -> Agent | None: ...
+    async def agents_by_id(self, ids: Sequence[str]) -> Mapping[str, Agent]: ...
     async def is_paused(self) -> bool: ...
 
 
@@ -187,14 +189,36 @@ async def find_shared_answer(store: FollowedStore, message_id: str, task: Task) 
     return next((one for one in answers if one.created_at <= task.last_at), None)
 
 
+async def find_obstacle(store: FollowedStore, tree: TaskTree) -> str | None:
+    """Say who has to act before the task goes on; None: it goes on by itself, or does not work."""
+    if tree.task.state != "working" or tree.task.active:
+        return None
+    if await store.is_paused():
+        return "the society is paused: its owner resumes it in the panel, or with coterie resume --all"
+    readers = readers_of(tree)
+    held = [agent for agent in (await store.agents_by_id(readers)).values() if agent.state in _HELD]
+    if not held or len(held) < len(readers):
+        return None
+    return _HELD[held[0].state].format(agent=held[0].id, reason=held[0].state_reason or "no reason is known")
+
+
+def readers_of(tree: TaskTree) -> Sequence[str]:
+    """The agents that mail of the task waits for."""
+    nodes = [node for node in tree.nodes if isinstance(node, MessageNode) and node.state in ("pending", "delayed")]
+    return sorted({node.to for node in nodes if node.to != PERSON})
+
+
 class TaskFollower:
     """Follows one message of the person. Nothing is kept: a new follower of the same message sees the same."""
 
-    def __init__(self, message: Message, *, store: FollowedStore, watch: TaskWatch, live: LiveReplies, clock: Clock):
-        self._message, self._store, self._watch, self._live, self._clock = message, store, watch, live, clock
+    def __init__(self, following: TaskFollowing, message: Message) -> None:
+        self._following, self._store, self._watch = following, following.store, following.watch
+        self._live, self._clock, self._message = following.live, following.clock, message
         self._task_id = message.task or message.id
         self._news = asyncio.Event()
         self._draft = ""
+        self._ids = set[str]()
+        """Ids whose events concern it."""
 
     async def outcome(self) -> TaskOutcome:
         """Read the task with everything that was sent to the person."""
@@ -209,7 +233,7 @@ class TaskFollower:
             state=tree.task.state,
             task=tree.task,
             messages=messages,
-            problem=await self._obstacle(tree.task) if tree.task.state == "working" else None,
+            problem=await find_obstacle(self._store, tree),
         )
 
     async def follow(self, timeout: timedelta | None) -> AsyncGenerator[TaskProgress | TaskOutcome, None]:
@@ -219,9 +243,9 @@ class TaskFollower:
         unsubscribe = self._live.subscribe(self._on_live)
         for reply in self._live.replies:  # it may have begun before
             self._on_live(reply)
-        ids = {self._task_id, self._message.id, self._message.to}
+        self._ids = {self._task_id, self._message.id, self._message.to}
         try:
-            await self._watch.subscribe(self, ids)
+            await self._watch.subscribe(self, self._ids)
             while True:
                 self._news.clear()
                 task = await self._working_task()
@@ -232,18 +256,28 @@ class TaskFollower:
                 if line != shown and now >= next_progress:
                     shown, next_progress = line, now + PROGRESS_INTERVAL.total_seconds()
                     yield TaskProgress(line, task, self._draft)
-                if not await self._wait(until, next_progress if line != shown else None):
+                may_stall = not task.active and line == shown
+                if not await self._wait(until, next_progress if line != shown else None, may_stall=may_stall):
                     yield await self.outcome()
                     return
         finally:
-            self._watch.unsubscribe(self, ids)
+            self._watch.unsubscribe(self, self._ids)
             unsubscribe()
 
-    async def _wait(self, until: float | None, next_progress: float | None) -> bool:
-        """Wait for news, or until progress may be reported again. False: the time is over."""
+    async def _wait(self, until: float | None, next_progress: float | None, *, may_stall: bool) -> bool:
+        """Wait for news, or until progress may be reported again. False: the time is over, or the task is held up.
+
+        `may_stall`: no agent works.
+        """
         now = self._clock.monotonic()
         if until is not None and until <= now:
             return False
+        if may_stall and (until is None or until - now > STALL_TIME.total_seconds()):
+            if await self._clock.wait(self._news, STALL_TIME):
+                return True
+            if await self._following.why_stalled(self._message.id, self, self._ids):
+                return False
+            now = self._clock.monotonic()
         ends = [end for end in (until, next_progress) if end is not None]
         if not ends:
             await self._news.wait()
@@ -268,16 +302,14 @@ class TaskFollower:
     # Reads
 
     async def _working_task(self) -> Task | None:
-        """Return the task if it works and nothing holds it up."""
+        """Return the task if it works."""
         try:
             task = (await self._store.tasks_by_id([self._task_id])).get(self._task_id)
-            if task is None or task.state != "working" or await self._obstacle(task):
-                return None
         except StoreError:
             if self._watch.is_stopped:
                 return None
             raise
-        return task
+        return task if task and task.state == "working" else None
 
     async def _not_started(self) -> TaskOutcome:
         message = await self._store.message(self._message.id)
@@ -292,17 +324,6 @@ class TaskFollower:
         found = await self._store.messages_by_id(ids)
         later = [found[one] for one in ids if one in found and found[one].seq > self._message.seq]
         return sorted((one for one in later if one.state in ("pending", "taken")), key=lambda one: one.seq)
-
-    async def _obstacle(self, task: Task) -> str | None:
-        """Say who has to act before the task goes on; None: it goes on by itself."""
-        if task.active_agents:
-            return None
-        if await self._store.is_paused():
-            return "the society is paused: its owner resumes it in the panel, or with coterie resume"
-        agent = await self._store.agent(self._message.to)
-        if agent is None or agent.state not in _HELD:
-            return None
-        return _HELD[agent.state].format(agent=agent.id, reason=agent.state_reason or "no reason is known")
 
 
 def _progress_line(task: Task, recipient: str, draft: str) -> str:
@@ -365,11 +386,26 @@ class Ended:
 Piece = Delta | Superseded | Said | Progress | Silence | Ended
 
 
-class TaskStreams:
-    """Makes streams, which share what they need."""
+class TaskFollowing:
+    """Makes followers and streams, which share what they need."""
 
-    def __init__(self, store: FollowedStore, watch: TaskWatch, live: LiveReplies, clock: Clock) -> None:
-        self.store, self.watch, self.live, self.clock = store, watch, live, clock
+    def __init__(self, store: FollowedStore, bus: MessageBus, live: LiveReplies, clock: Clock) -> None:
+        self.store, self.watch, self.live, self.clock = store, TaskWatch(bus, clock), live, clock
+
+    def follower(self, message: Message) -> TaskFollower:
+        return TaskFollower(self, message)
+
+    async def why_stalled(self, message_id: str, subscriber: Subscriber, ids: set[str]) -> str | None:
+        """Say why the task of the message cannot go on by itself; None: it can.
+
+        From now on the subscriber gets the events of all agents with its mail; their ids are added to `ids`.
+        """
+        with suppress(StoreError):  # the society stops, which is news
+            if tree := await self.store.task_tree(message_id):
+                ids.update(readers := readers_of(tree))
+                await self.watch.subscribe(subscriber, readers)
+                return await find_obstacle(self.store, tree)
+        return None
 
     def stream(self, agent_id: str, *, with_text: bool = True) -> TaskStream:
         """The stream of one message to the agent, to be entered. `with_text`: also the text as it is written."""
@@ -393,8 +429,8 @@ class _Draft:
 class TaskStream:
     """Follows one message to an agent. It subscribes to events while it is entered."""
 
-    def __init__(self, streams: TaskStreams, agent_id: str, *, with_text: bool) -> None:
-        self._streams, self._agent_id, self._with_text = streams, agent_id, with_text
+    def __init__(self, following: TaskFollowing, agent_id: str, *, with_text: bool) -> None:
+        self._following, self._agent_id, self._with_text = following, agent_id, with_text
         self._ids = set[str]()
         """Ids whose events concern it."""
         self._expected = ""
@@ -414,13 +450,13 @@ class TaskStream:
 
     def __enter__(self) -> Self:
         if self._with_text:
-            for reply in self._streams.live.replies:
+            for reply in self._following.live.replies:
                 self._on_live(reply)
-            self._unsubscribe = self._streams.live.subscribe(self._on_live)
+            self._unsubscribe = self._following.live.subscribe(self._on_live)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._streams.watch.unsubscribe(self, self._ids)
+        self._following.watch.unsubscribe(self, self._ids)
         if self._with_text:
             self._unsubscribe()
 
@@ -428,12 +464,12 @@ class TaskStream:
         """Subscribe before the message is sent, so that its events say that the agent works on it."""
         self._expected, self._is_changed = message_id, False
         await self._subscribe(message_id, self._agent_id)
-        if self._streams.watch.is_stopped:  # no event will come
+        if self._following.watch.is_stopped:  # no event will come
             self.wake()
 
     async def _subscribe(self, *ids: str) -> None:
         self._ids.update(ids)
-        await self._streams.watch.subscribe(self, ids)
+        await self._following.watch.subscribe(self, ids)
 
     def on_event(self, event: Event) -> None:
         if event.kind == "agent.state" and self._is_active:
@@ -455,7 +491,7 @@ class TaskStream:
             return
         draft = self._drafts.get(reply.id)
         if draft is None:
-            draft = self._drafts[reply.id] = _Draft(self._streams.clock.now())
+            draft = self._drafts[reply.id] = _Draft(self._following.clock.now())
         if size := reply.length - draft.length:
             last = reply.chunks[-1]
             # Joining all chunks for each one would take quadratic time.
@@ -476,7 +512,7 @@ class TaskStream:
         if not (is_new and sent.message_id == sent.task == self._expected):
             self._is_changed = True
             await self._subscribe(sent.task, sent.message_id, self._agent_id)
-            question = await self._streams.store.message(sent.message_id)
+            question = await self._following.store.message(sent.message_id)
             if question is None:
                 yield Ended(None, "the message was deleted: send it again")
                 return
@@ -499,9 +535,9 @@ class TaskStream:
             if is_read:
                 self._is_changed = self._is_only_stored = False
                 try:
-                    task, messages = await self._streams.store.task_with_messages(question.task, after=self._last_seq)
+                    task, messages = await self._following.store.task_with_messages(question.task, after=self._last_seq)
                 except StoreError:
-                    if not self._streams.watch.is_stopped:
+                    if not self._following.watch.is_stopped:
                         raise
             is_answered_for_another = False
             for message in messages:
@@ -520,10 +556,13 @@ class TaskStream:
                 if task.active_agents != active:
                     active = task.active_agents
                     yield Progress(task)
-            ended = await self._find_end(task, is_answered_for_another) if is_read else None
+            ended = self._find_end(task, is_answered_for_another) if is_read else None
+            if task and not ended and not task.active and not await self._wait(STALL_TIME):
+                reason = await self._following.why_stalled(task.id, self, self._ids)
+                ended = Ended(task, reason) if reason else None
             if ended:
                 if ended.task and ended.task.state == "done" and not has_answer:
-                    shared = await find_shared_answer(self._streams.store, question.message_id, ended.task)
+                    shared = await find_shared_answer(self._following.store, question.message_id, ended.task)
                     for piece in self._close_draft(shared, ()) if shared else ():
                         yield piece
                 for piece in self._supersede():
@@ -538,23 +577,15 @@ class TaskStream:
         if silence is None:
             await self._news.wait()
             return True
-        return self._news.is_set() or await self._streams.clock.wait(self._news, silence)
+        return self._news.is_set() or await self._following.clock.wait(self._news, silence)
 
-    async def _find_end(self, task: Task | None, is_over: bool) -> Ended | None:
+    def _find_end(self, task: Task | None, is_over: bool) -> Ended | None:
         if task and (is_over or task.state != "working"):
             return Ended(task)
-        if self._streams.watch.is_stopped:
+        if self._following.watch.is_stopped:
             return Ended(None, "the society stops: send the same request again when it runs")
         if task is None:
             return Ended(None, "the message was withdrawn or deleted: send it again")
-        if task.active:
-            return None
-        agent = await self._streams.store.agent(self._agent_id)
-        if agent and agent.state in _HELD and task.queued:
-            reason = f" ({agent.state_reason})" if agent.state_reason else ""
-            return Ended(task, f"{self._agent_id} is {agent.state}{reason}: the owner must resume it")
-        if await self._streams.store.is_paused():
-            return Ended(task, "the society is paused: the owner must resume it")
         return None
 
     # Drafts
@@ -583,9 +614,9 @@ class TaskStream:
     async def _is_own(self, draft: _Draft, question: Receipt) -> bool:
         """Whether the agent writes it for the task. It must have read the question before, and work on the task now."""
         with suppress(StoreError):
-            now = await self._streams.store.message(question.message_id)
+            now = await self._following.store.message(question.message_id)
             if now and now.taken_at and now.taken_at <= draft.began_at:
-                task = (await self._streams.store.tasks_by_id([question.task])).get(question.task)
+                task = (await self._following.store.tasks_by_id([question.task])).get(question.task)
                 return task is not None and self._agent_id in task.active_agents
         return False
 

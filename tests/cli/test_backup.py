@@ -243,11 +243,24 @@ def test_a_repeated_member_name_is_refused(archive: Path, tmp_path: Path) -> Non
 
 def test_a_backup_that_violates_an_invariant_is_not_restored(full: Path, tmp_path: Path) -> None:
     with closing(sqlite3.connect(full / "data" / "coterie.db")) as db, db:
-        db.execute("UPDATE agents SET delayed = 7 WHERE id = 'assistant'")
+        db.execute("UPDATE agents SET reminders = 7 WHERE id = 'assistant'")
     coterie("backup", "--dir", full, "--to", tmp_path / "a.tar")
 
-    assert "counters: assistant" in coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "new").failure
+    assert (
+        "T7 messages that an answer withdraws: assistant"
+        in coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "new").failure
+    )
     assert not (tmp_path / "new").exists()
+
+
+def test_wrong_counts_of_mail_are_mended_by_a_restored_backup_as_verify_says(full: Path, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(full / "data" / "coterie.db")) as db, db:
+        db.execute("UPDATE agents SET waiting_bytes = waiting_bytes + 7, delayed = 9 WHERE id = 'assistant'")
+    assert "make a backup and restore it into a new folder" in coterie("verify", "--dir", full).stdout
+    coterie("backup", "--dir", full, "--to", tmp_path / "a.tar")
+
+    assert coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "new").code == 0
+    assert coterie("verify", "--dir", tmp_path / "new").code == 0
 
 
 def test_a_terminated_restore_leaves_no_files(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

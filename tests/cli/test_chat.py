@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -114,6 +115,10 @@ def test_chat_commands_attach_delay_and_withdraw(either: Environment, tmp_path: 
     with Terminal("chat", "ada", "--dir", either.folder) as chat:
         chat.enter(f"/attach {tmp_path / 'gone.txt'}")
         chat.wait_for("not done")
+        chat.enter("/attach")
+        chat.wait_for("expected a file")
+        chat.enter("/attach ~no-such-user/a.txt")
+        chat.wait_for("~no-such-user/a.txt cannot be read")
         chat.enter(f"/attach {tmp_path / 'a.txt'}")
         chat.wait_for("is sent with your next message")
         chat.enter("/delay 1h look at this")
@@ -298,6 +303,18 @@ def test_a_line_from_a_pipe_without_an_answer_is_an_error(either: Environment) -
     assert done.stdout == "ada: second answer\n"
 
 
+def test_a_line_from_a_pipe_that_is_not_carried_out_is_an_error(env: Environment) -> None:
+    env.serve()
+    env.script("an answer")
+
+    # As in a terminal of another encoding: the byte is no character. Python would end the reading with an error.
+    done = _piped("caf\udce9\n/nonsense\n", env.folder, PYTHONIOENCODING="utf-8:strict")
+
+    assert (done.returncode, done.stdout) == (1, "ada: an answer\n")
+    assert done.stderr == "Error: there is no command /nonsense: /help lists the commands\n"
+    assert _said(env)[0] == ("user", "caf\ufffd")
+
+
 def test_a_typo_in_the_name_gets_a_hint(either: Environment) -> None:
     coterie("send", "ada", "x", "--dir", either.folder)
 
@@ -313,12 +330,15 @@ def _said(env: Environment) -> list[tuple[object, object]]:
     return [(one["from"], one["payload"]["text"]) for one in coterie_export(env.folder)]
 
 
-def _piped(lines: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def _piped(lines: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "coterie", "chat", "ada", "--dir", str(folder)],
         input=lines,
         capture_output=True,
         text=True,
+        encoding="utf-8",
+        errors="surrogateescape",
+        env=os.environ | env,
         timeout=TIMEOUT_SECONDS,
     )
 

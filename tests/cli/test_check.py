@@ -45,6 +45,13 @@ def test_every_problem_is_reported_with_its_file_and_location(folder: Path) -> N
         assert f"Problem: {place}" in done.stdout
 
 
+def test_a_problem_is_reported_once(folder: Path) -> None:
+    (folder / "llmservices.json").write_text('{"services": {}}')
+
+    (problem,) = coterie("check", "--dir", folder, "--json").json["problems"]
+    assert problem["message"] == "expected an array, got an object"
+
+
 def test_an_agent_whose_service_does_not_exist_is_a_problem(folder: Path) -> None:
     (folder / "coterie.toml").write_text('[agents.ada]\nservice = "mian"\n')
     (folder / "llmservices.json").write_text(f'{{"services": [{SERVICE}]}}')

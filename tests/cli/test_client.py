@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from coterie.config import ADDRESS_FILE, ServerAddress, write_address
+from coterie.society import Society
 from coterie.stores.sqlite.connection import FolderLock
 
 from .commands import coterie
@@ -109,9 +110,29 @@ def test_pause_and_resume_all_change_every_agent(either: Environment) -> None:
     paused = coterie("pause", "--all", "--json", "--dir", either.folder).json["items"]
 
     assert paused == [{"id": "ada", "state": "paused"}, {"id": "bob", "state": "paused"}]
+    one = coterie("resume", "ada", "--dir", either.folder).stdout
+    assert one == "ada stays paused: the whole society is paused, and coterie resume --all resumes it.\n"
     resumed = coterie("resume", "--all", "--dir", either.folder).stdout
     assert resumed.splitlines() == ["ada is resumed.", "bob is resumed."]
     assert coterie("pause", "--dir", either.folder).code == 2
+
+
+def test_an_unexpected_error_says_where_its_details_are(
+    env: Environment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(_: Society) -> None:
+        raise RuntimeError("secret detail")
+
+    coterie("pause", "ada", "--dir", env.folder)  # creates the database
+    monkeypatch.setattr(Society, "worker_names", fail)
+
+    failure = coterie("agents", "--dir", env.folder).failure
+    assert failure == "an unexpected error in the server: run it again with COTERIE_DEBUG=1 to see where"
+
+    env.serve()
+    caplog.clear()
+    *_, incident = coterie("agents", "--dir", env.folder).failure.split()
+    assert f"incident {incident}" in caplog.text
 
 
 def test_open_prints_a_login_link_without_a_display(env: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +182,25 @@ def test_an_export_with_json_prints_the_messages_or_the_written_file(either: Env
     assert file.read_text().startswith("# Ada\n")
     assert coterie("export", "ada", "--json", "--format", "md", "--dir", either.folder).code == 2
     assert coterie("export", "adda", "--json", "--dir", either.folder).json["error"] == "unknown_agent"
+
+
+def test_an_export_that_fails_leaves_the_file_of_before(
+    env: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ada.md").write_text("before")
+    coterie("send", "ada", "hello", "--dir", env.folder)
+    with monkeypatch.context() as patched:
+        patched.setattr("coterie.cli.messages.Path.write_text", _fill_disk)
+        patched.setattr("coterie.files.os.fsync", _fill_disk)
+        assert "No space left" in coterie("export", "ada", "--to", tmp_path / "ada.md", "--dir", env.folder).failure
+    assert [(file.name, file.read_text()) for file in tmp_path.glob("*ada.md*")] == [("ada.md", "before")]
+
+
+def _fill_disk(file: Path | int, *_: object, **__: object) -> None:
+    """A write of which the disk takes only the first bytes."""
+    if isinstance(file, Path):
+        file.write_bytes(b"# A")
+    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize(

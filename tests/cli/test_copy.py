@@ -63,11 +63,27 @@ def test_the_password_of_a_database_is_never_shown(full: Path) -> None:
 
 
 def test_a_copy_of_a_folder_without_a_society_is_refused(tmp_path: Path, folder: Path, url: str) -> None:
-    assert "there is no society in" in coterie("copy", tmp_path / "nothing", url).failure
+    failure = coterie("copy", tmp_path / "nothing", url).failure
+    assert "there is no society in" in failure and "--dir" not in failure
     assert "has not run yet" in coterie("copy", folder, url).failure
     assert coterie("migrate", "--dir", use(tmp_path / "shared", url)).code == 0
     assert "there is no society in" in coterie("copy", url, tmp_path / "new").failure
     assert not (tmp_path / "new").exists()
+
+
+def test_a_copy_of_a_damaged_database_advises_a_backup(full: Path, tmp_path: Path) -> None:
+    (full / "data" / "coterie.db").write_text("something else")
+
+    failure = coterie("copy", full, tmp_path / "new").failure
+    assert failure.endswith("is damaged (file is not a database): restore a backup with coterie restore FILE")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_copy_to_a_folder_with_data_is_refused_with_advice_that_copy_can_follow(full: Path, tmp_path: Path) -> None:
+    coterie("copy", full, tmp_path / "second")
+
+    failure = coterie("copy", full, tmp_path / "second").failure
+    assert "name another folder" in failure and "--dir" not in failure
 
 
 def test_a_terminated_copy_leaves_no_data(

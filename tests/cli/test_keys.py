@@ -38,4 +38,5 @@ def test_a_wrong_key_is_refused_with_a_sentence(env: Environment) -> None:
     assert coterie("keys", "add", "webui", "--agents", "nobody", "--dir", env.folder).failure.startswith(
         "there is no agent 'nobody'"
     )
-    assert coterie("keys", "revoke", "nobody", "--json", "--dir", env.folder).json["error"] == "unknown_key"
+    for name in ("nobody", "", "a/b"):
+        assert coterie("keys", "revoke", name, "--json", "--dir", env.folder).json["error"] == "unknown_key"

@@ -6,7 +6,9 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Coroutine
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +55,38 @@ def test_wrong_options_say_what_is_wrong(env: Environment) -> None:
     assert "must be an address" in coterie("mcp", "--url", "127.0.0.1:1", "--token", "x").failure
 
 
+async def refusal(server: StdioServerParameters) -> str:
+    """What the client is told when it connects."""
+    try:
+        async with Client(server, mode="legacy"):
+            return "connected"
+    except BaseException as error:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        return str(error)
+
+
 def test_a_wrong_token_is_an_error_that_says_so(env: Environment) -> None:
     env.serve("a-token-for-the-test-of-mcp")
 
-    async def refused() -> str:
-        try:
-            async with Client(command("--dir", env.folder, "--token", "wrong"), mode="legacy"):
-                return "connected"
-        except BaseException as error:
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            return str(error)
+    assert "needs the token" in run(refusal(command("--dir", env.folder, "--token", "wrong")))
 
-    assert "needs the token" in run(refused())
+
+def test_another_program_at_the_address_is_an_error_that_says_so() -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>Log in</html>")
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            assert "another program than Coterie" in run(refusal(command("--url", url, "--token", "any")))
+        finally:
+            server.shutdown()
 
 
 def test_it_ends_when_its_client_closes_the_input(env: Environment) -> None:

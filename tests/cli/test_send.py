@@ -94,6 +94,22 @@ def test_an_invalid_delay_is_wrong_usage(folder: Path, delay: str) -> None:
     assert "500ms, 10s, 5m, 2h or 1d" in done.stderr
 
 
+@pytest.mark.parametrize("option", [("--timeout", "1s"), ("--time-zone", "Europe/Berlin")])
+def test_an_option_without_the_one_that_it_belongs_to_is_wrong_usage(folder: Path, option: tuple[str, str]) -> None:
+    done = coterie("send", "assistant", "hello", *option, "--dir", folder)
+
+    assert done.code == 2 and f"{option[0]} needs" in done.stderr
+
+
+def test_bytes_of_the_command_line_that_are_no_text_are_replaced(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "caf\udce9.txt").write_text("menu")
+
+    assert coterie("send", "assistant", "caf\udce9", "--attach", tmp_path / "caf\udce9.txt", "--dir", folder).code == 0
+    (message,) = waiting(folder)
+    assert message.payload["text"] == "caf\ufffd"
+    assert message.payload["attachments"][0]["filename"] == "caf\ufffd.txt"
+
+
 def test_a_missing_folder_is_reported_and_not_created(tmp_path: Path) -> None:
     assert "coterie init" in coterie("send", "assistant", "hi", "--dir", tmp_path / "typo").failure
 

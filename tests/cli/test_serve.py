@@ -256,6 +256,14 @@ def test_a_taken_port_is_a_one_line_error(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_file_in_place_of_the_folder_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    failure = coterie_process("serve", tmp_path / "file", "--port", "0").failure
+    assert failure.startswith(f"{tmp_path / 'file'} cannot be created or written")
+    assert "choose another folder" in failure
+
+
 def test_the_error_about_a_public_address_names_it(folder: Path) -> None:
     assert coterie("serve", folder, "--host", "").failure.startswith("every address can be reached")
 

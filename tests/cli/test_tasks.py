@@ -65,9 +65,10 @@ def test_tasks_lists_them_and_shows_one_as_a_tree(either: Environment) -> None:
 
 def test_a_wrong_id_of_a_task_is_an_error(either: Environment) -> None:
     coterie("send", "bob", "Later", "--delay", "1d", "--dir", either.folder)
-    for command in (("tasks", "zzz"), ("stop", "--task", "zzz")):
-        failure = coterie(*command, "--dir", either.folder).failure
-        assert failure == "no task has an id that begins with 'zzz': list them with coterie tasks"
+    for name in ("zzz", "", "a/b"):
+        for command in (("tasks", name), ("stop", "--task", name)):
+            failure = coterie(*command, "--dir", either.folder).failure
+            assert failure == f"no task has an id that begins with {name!r}: list them with coterie tasks"
     assert coterie("stop", "--dir", either.folder).code == 2
     assert coterie("stop", "ada", "--task", "x", "--dir", either.folder).code == 2
     assert coterie("tasks", "x", "--state", "done", "--dir", either.folder).code == 2

@@ -70,7 +70,18 @@ def test_wait_ends_at_once_for_a_paused_agent(either: Environment) -> None:
 
     failure = coterie("send", "ada", "Hello", "--wait", "--dir", either.folder).failure
 
-    assert failure == "ada is paused and reads it later: let it go on with coterie resume ada"
+    assert failure == "ada is paused and reads it later: let it go on with coterie resume ada, or with --all"
+
+
+def test_wait_ends_if_only_a_paused_agent_has_mail_of_the_task(either: Environment) -> None:
+    assert coterie("pause", "bob", "--dir", either.folder).code == 0
+    question = Calls("send_message", {"to": "bob", "payload": {"text": "Really?"}})
+    either.script(Says(calls=(question,)), "I ask Bob.")
+
+    done = coterie("send", "ada", "What does Bob think?", "--wait", "--dir", either.folder)
+
+    assert "I ask Bob." in done.stdout
+    assert done.failure.startswith("the task waits for another agent: bob is paused and reads it later")
 
 
 def test_a_timeout_ends_the_wait(either: Environment) -> None:

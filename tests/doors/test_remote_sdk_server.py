@@ -27,12 +27,13 @@ class Executor(AgentExecutor):
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        self.may_end = asyncio.Event()
+        self.is_asked, self.may_end = asyncio.Event(), asyncio.Event()
         self.may_end.set()
 
     async def execute(self, context: RequestContext, event_queue: EventQueue) -> None:
         text = context.get_user_input()
         self.asked.append(text)
+        self.is_asked.set()
         assert context.message is not None
         task = context.current_task
         if task is None:
@@ -119,8 +120,7 @@ async def test_after_a_restart_the_task_is_followed_and_not_started_again(tmp_pa
         executor.may_end.clear()
         async with open_here(tmp_path, url) as here:
             await here.say("the dishes", "anna")
-            while not executor.asked:
-                await asyncio.sleep(0.01)
+            await executor.is_asked.wait()
             await here.society.abandon()
         executor.may_end.set()
         async with open_here(tmp_path, url) as here:

@@ -14,6 +14,7 @@ from a2a.client import A2ACardResolver, Client, ClientConfig, ClientFactory
 from a2a.types import a2a_pb2 as a2a
 from a2a.utils.errors import (
     A2AError,
+    InvalidParamsError,
     PushNotificationNotSupportedError,
     TaskNotCancelableError,
     TaskNotFoundError,
@@ -75,15 +76,15 @@ def texts(task: a2a.Task) -> list[str]:
 @both
 async def test_every_state_of_a_task_is_reached(tmp_path: Path, binding: str) -> None:
     async with mcp_stage(tmp_path) as here, asyncio.timeout(120), client_of(here, binding) as client:
-        held = HeldAnswer("It is", " 42.")
+        held, began = HeldAnswer("It is", " 42."), asyncio.Event()
         here.stage.server.script(held)
+        here.stage.society.live.subscribe(lambda _: began.set())
         sending = asyncio.create_task(sent(client, "What is it?", "m1"))
         await here.stage.server.wait_for_request()
         (task,) = await here.stage.society.tasks()
         assert (await task_of(client, task.id)).status.state == a2a.TASK_STATE_WORKING
 
-        while not here.stage.society.live.replies:
-            await asyncio.sleep(0.01)
+        await began.wait()
         subscription = client.subscribe(a2a.SubscribeToTaskRequest(id=task.id))
         first = await anext(subscription)
         # What was written before is shown, too.
@@ -150,6 +151,28 @@ async def test_tasks_that_one_turn_answers_have_its_answer(tmp_path: Path) -> No
 
 
 @both
+@pytest.mark.parametrize("wrong", [{"historyLength": -1}, {"pageToken": "9" * 5000}, {"pageToken": "x"}])
+async def test_a_wrong_parameter_of_a_list_is_the_clients_error(
+    tmp_path: Path, binding: str, wrong: dict[str, Any]
+) -> None:
+    async with mcp_stage(tmp_path) as here, client_of(here, binding) as client:
+        with pytest.raises(InvalidParamsError, match=next(iter(wrong))):
+            await client.list_tasks(ParseDict(wrong, a2a.ListTasksRequest()))
+
+
+@pytest.mark.parametrize("path", ["", "/message:send"])
+async def test_a_body_that_is_too_large_is_refused(tmp_path: Path, path: str) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(33):
+            yield b"x" * (1 << 20)
+
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json", "A2A-Version": "1.0"}
+    async with mcp_stage(tmp_path) as here, httpx.AsyncClient(headers=headers, timeout=120) as http:
+        answer = await http.post(f"{here.base}/a2a/ada{path}", content=body())
+        assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
+
+
+@both
 async def test_files_and_data_go_both_ways(tmp_path: Path, binding: str) -> None:
     async with mcp_stage(tmp_path) as here, client_of(here, binding, streaming=False) as client:
         here.stage.server.default = '{"sum": 3}'
@@ -168,6 +191,22 @@ async def test_files_and_data_go_both_ways(tmp_path: Path, binding: str) -> None
             await anext(client.send_message(a2a.SendMessageRequest(message=a2a.Message(
                 message_id="m2", role=a2a.ROLE_USER, parts=[a2a.Part(filename="nothing")]
             ))))  # fmt: skip
+
+
+@both
+async def test_a_file_without_its_bytes_does_not_hide_the_tasks_of_the_agent(tmp_path: Path, binding: str) -> None:
+    async with mcp_stage(tmp_path) as here, client_of(here, binding, streaming=False) as client:
+        here.stage.server.default = "Seen."
+        (answer,) = await sent(client, "See", "m1", a2a.Part(raw=b"hello", filename="note.txt"))
+        for file in (path for path in (tmp_path / "data" / "artifacts").rglob("*") if path.is_file()):
+            file.unlink()
+        (task,) = (await client.list_tasks(a2a.ListTasksRequest())).tasks
+        (part,) = (part for part in task.history[0].parts if part.filename)
+        assert task.id == answer.task.id and part.url.startswith(f"{here.base}/api/v1/artifacts/")
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+            gone = await http.get(part.url)
+        assert (gone.status_code, gone.json()["code"]) == (404, "unknown_artifact")
+        assert gone.json()["detail"].startswith("the bytes of note.txt are gone")
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,12 @@ async def test_agents_are_found_by_capability_and_direction(client: httpx.AsyncC
     assert (await client.get(f"{API}/agents", params={"direction": "up"})).status_code == 422
 
 
+async def test_a_wrong_position_in_a_list_is_refused_with_its_parameter(client: httpx.AsyncClient) -> None:
+    for path, name in ((f"{API}/agents/ada/history", "after"), (f"{API}/runs", "before"), (f"{API}/tasks", "cursor")):
+        answer = await client.get(path, params={name: "x"})
+        assert [place["place"] for place in answer.json()["places"]] == [f"query.{name}"]
+
+
 async def test_the_list_of_agents_is_paged(client: httpx.AsyncClient) -> None:
     first = (await client.get(f"{API}/agents", params={"limit": 1})).json()
     second = (await client.get(f"{API}/agents", params={"limit": 1, "after": first["next"]})).json()

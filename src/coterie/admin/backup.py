@@ -47,6 +47,7 @@ from coterie.ids import new_id
 from coterie.store_url import SQLITE, is_postgres_url, read_store_url, redact_url, replace_store_url, without_password
 from coterie.stores.blobs import blob_path, fsync_folder
 from coterie.stores.open import require_driver, require_society
+from coterie.stores.sql.invariants import RECOUNT_MAIL
 from coterie.stores.sql.migrations import migrate_sqlite
 from coterie.stores.sql.rows import set_meta
 from coterie.stores.sqlite import engine
@@ -469,10 +470,11 @@ def _damaged(archive: Path, how: str) -> StoreUnusable:
 
 
 def _prepare_database(archive: Path, database: Path) -> None:
-    """Migrate the database and mark it as stopped cleanly: it may be the copy of a running society."""
+    """Migrate the database, count mail anew, and mark it as stopped cleanly: a running society may have been copied."""
     try:
         with closing(open_writer(database, "full")) as db:
             migrate_sqlite(db)
+            db.execute(RECOUNT_MAIL)
             engine.mark_stopped(db)
             # Events after the backup are gone, so clients that have seen them must reload.
             set_meta(db, "log_id", new_id())

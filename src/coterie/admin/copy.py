@@ -22,7 +22,7 @@ from coterie.errors import StoreUnusable
 from coterie.files import replace_file
 from coterie.store_url import SQLITE, is_postgres_url, redact_url
 from coterie.stores.blobs import fsync_folder
-from coterie.stores.open import require_driver, require_society
+from coterie.stores.open import require_driver
 from coterie.stores.sqlite.connection import FolderLock
 from coterie.stores.sqlite.engine import DATABASE
 from coterie.stores.transfer import (
@@ -117,8 +117,12 @@ def open_source(location: StoreLocation) -> Iterator[Source]:
         with PostgresSource.open(location.store.url, location.artifacts, require_stopped=True) as postgres:
             yield postgres
         return
-    folder = require_society(location.folder.path) if location.folder else None
-    if folder is None or not (folder.data / DATABASE).exists():
+    folder = location.folder
+    if folder is None or not folder.exists:
+        raise StoreUnusable(
+            f"there is no society in {location}: name the folder of one, or the address of its PostgreSQL"
+        )
+    if not (folder.data / DATABASE).exists():
         raise StoreUnusable(f"the society in {location} has not run yet: there is nothing to copy")
     lock = FolderLock(folder.data)
     try:
@@ -163,7 +167,7 @@ def open_target(
 def require_no_data(folder: SocietyFolder) -> None:
     if any(folder.data.glob("coterie.db*")) or folder.artifacts.exists():
         raise StoreUnusable(
-            f"{folder.path} holds a society with data already: choose another folder with --dir, or move it away first"
+            f"{folder.path} holds a society with data already: name another folder, or move it away first"
         )
 
 
@@ -179,7 +183,7 @@ def staging_folder(folder: SocietyFolder) -> Iterator[Path]:
             folder.data.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StoreUnusable(
-                f"{folder.path} cannot be made or written ({error.strerror}): choose another folder with --dir"
+                f"{folder.path} cannot be made or written ({error.strerror}): name another folder"
             ) from error
         lock = FolderLock(folder.data)
         try:
@@ -247,4 +251,4 @@ def _require_replaceable(source: Path, target: Path) -> None:
         is_template = target.name in (*TEMPLATE_FILES, TOOLS_FILE)
         if is_template and content == (files("coterie") / "templates" / target.name).read_bytes():
             return
-    raise StoreUnusable(f"{target} exists and differs from the backup's: move it away first, or choose another --dir")
+    raise StoreUnusable(f"{target} exists and differs from the backup's: move it away first, or name another folder")

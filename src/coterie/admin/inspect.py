@@ -14,17 +14,12 @@ from coterie.agents import Agent
 from coterie.artifacts import BlobStore
 from coterie.clock import Clock, SystemClock, to_rfc3339
 from coterie.config import Config, SocietyFolder, read_config
-from coterie.errors import ConfigError, Problem, StoreBroken, StoreUnusable
+from coterie.errors import ConfigError, Problem
 from coterie.messages import PERSON, CutOff, Message
 from coterie.store import Overview
 from coterie.stores.open import is_shared, open_store_read_only, require_database, require_society
 from coterie.stores.sql.store import SqlStore
-from coterie.stores.sqlite.connection import (
-    DATABASE_ERRORS,
-    find_lost_commits,
-    open_reader,
-    to_store_error,
-)
+from coterie.stores.sqlite.connection import find_lost_commits, open_reader, sqlite_errors
 from coterie.stores.sqlite.engine import DATABASE
 
 BLOB_PAGE_ROWS = 500
@@ -140,18 +135,6 @@ def _check_file(database: Path, deep: bool) -> list[str]:
 def _open_file(database: Path) -> Iterator[sqlite3.Connection]:
     with sqlite_errors(database), closing(open_reader(database)) as db:
         yield db
-
-
-@contextmanager
-def sqlite_errors(database: Path) -> Iterator[None]:
-    """Raise errors of SQLite as store errors; for a damaged file with the advice to restore a backup."""
-    try:
-        yield
-    except DATABASE_ERRORS as error:
-        store_error = to_store_error(error)
-        if isinstance(store_error, StoreBroken):
-            store_error = StoreUnusable(f"{database} is damaged ({error}): restore a backup with coterie restore FILE")
-        raise store_error from error
 
 
 async def _hash_blob(blobs: BlobStore, sha256: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 
-from coterie.admin.inspect import sqlite_errors
 from coterie.config import SocietyFolder, StoreSettings, read_config
 from coterie.store_url import SQLITE, redact_url
 from coterie.stores.open import require_driver
@@ -16,7 +15,7 @@ from coterie.stores.sql.migrations import (
     schema_scripts,
     sqlite_version,
 )
-from coterie.stores.sqlite.connection import FolderLock, check_filesystem, open_reader, open_writer
+from coterie.stores.sqlite.connection import FolderLock, check_filesystem, open_reader, open_writer, sqlite_errors
 from coterie.stores.sqlite.engine import DATABASE
 
 

@@ -138,8 +138,9 @@ def _describe_result(order: Order, state: str, was_active: bool, is_for_all: boo
         return "was not at work"
     if is_for_all and order == "pause" and state == "active":
         return "ends its step, then pauses; its mail waits"
-    if is_for_all and order == "resume" and state == "paused":
-        return "stays paused: it was paused individually"
+    if order == "resume" and state == "paused":
+        society = "the whole society is paused, and coterie resume --all resumes it"
+        return f"stays paused: {'it was paused individually' if is_for_all else society}"
     return _RESULTS[order]
 
 

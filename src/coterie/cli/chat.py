@@ -64,7 +64,7 @@ class Quit(Exception):
 
 
 async def run_chat(folder: Path, agent_id: str, token: str | None) -> bool:
-    """Chat until the person leaves. False if a line of a pipe was not answered."""
+    """Chat until the person leaves. False if a line of a pipe was not carried out or not answered."""
     async with open_conversation(folder, agent_id, token) as conversation:
         if sys.stdin.isatty() and sys.stdout.isatty():
             await _chat_on_terminal(conversation)
@@ -123,7 +123,7 @@ async def _fail(error: BaseException) -> None:
 
 
 async def _chat_on_pipe(conversation: Conversation) -> bool:
-    """Wait for the answer to each line before the next is sent. True if all were answered."""
+    """Wait for the answer to each line before the next is sent. True if all were carried out and answered."""
     lines: asyncio.Queue[str | None] = asyncio.Queue()
     read_stdin(lines.put_nowait)
     session = ChatSession(conversation, Screen(sys.stdout))
@@ -141,7 +141,7 @@ async def _chat_on_pipe(conversation: Conversation) -> bool:
             except NoAnswer as error:
                 print_error(f"Error: {error}")
                 all_answered = False
-    return all_answered
+    return all_answered and not session.has_failed
 
 
 def read_stdin(on_line: Callable[[str | None], None]) -> None:
@@ -172,6 +172,8 @@ class ChatSession:
         self._status = AgentStatus(state="idle")
         self._progress = ToolProgress()
         self._is_stopping = False
+        self.has_failed = False
+        """A line could not be carried out."""
 
     async def begin(self) -> None:
         """Show the end of the conversation and what the agent is doing."""
@@ -251,7 +253,11 @@ class ChatSession:
         await self._stop_turn()
 
     def report_failure(self, reason: str) -> None:
-        self._print_note(f"  not done: {reason}")
+        self.has_failed = True
+        if self._screen.is_terminal:
+            self._print_note(f"  not done: {reason}")
+        else:  # standard output is for answers
+            print_error(f"Error: {reason}")
 
     async def _carry_out(self, line: str) -> Receipt | None:
         command, _, rest = line.partition(" ")
@@ -324,6 +330,8 @@ class ChatSession:
             self._print_note(f"  queued: {self.conversation.agent_id} is at work and reads it at its next step")
 
     async def _attach(self, name: str) -> None:
+        if not name:
+            raise ValueError("expected a file, as in: /attach notes.txt")
         file = _expand_home(name)
         self._attachments.append(await self.conversation.upload(file))
         self._print_note(f"  {file.name} is sent with your next message")
@@ -345,7 +353,10 @@ class ChatSession:
 
 
 def _expand_home(name: str) -> Path:
-    return Path(name).expanduser()
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # there is no such user
+        return Path(name)
 
 
 # How messages are shown

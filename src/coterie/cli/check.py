@@ -248,7 +248,8 @@ class SocietyCheck:
             return
         self._services = services
         self.report.problems += services.problems
-        self.report.problems += find_unknown_keys(self._services_json())
+        unknown = find_unknown_keys(self._services_json())
+        self.report.problems += [problem for problem in unknown if problem not in services.problems]
         paths = self._service_paths()
         for entry in services:
             if wrong := _wrong_provider(entry.provider):

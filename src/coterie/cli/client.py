@@ -32,6 +32,7 @@ from coterie.errors import (
 from coterie.messages import PERSON
 from coterie.sse_parser import SseParser
 from coterie.stores.open import is_shared, owner_pid, require_society
+from coterie.text import to_storable
 from coterie.web.addresses import is_loopback
 
 if TYPE_CHECKING:
@@ -85,10 +86,10 @@ class Client:
         return await self._request("GET", path, params=given)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        return await self._request("POST", path, json={} if body is None else body)
+        return await self._request("POST", path, **_json({} if body is None else body))
 
     async def patch(self, path: str, body: Mapping[str, Any]) -> Any:
-        return await self._request("PATCH", path, json=body)
+        return await self._request("PATCH", path, **_json(body))
 
     async def delete(self, path: str) -> Any:
         return await self._request("DELETE", path)
@@ -96,7 +97,7 @@ class Client:
     async def upload(self, file: Path) -> str:
         """Store the file as an artifact and return its reference."""
         with file.open("rb") as opened:
-            artifact = await self._request("POST", "/artifacts", files={"file": (file.name, opened)})
+            artifact = await self._request("POST", "/artifacts", files={"file": (to_storable(file.name), opened)})
         return str(artifact["artifactRef"])
 
     async def pages(self, path: str, **params: str | int | None) -> AsyncGenerator[Mapping[str, Any], None]:
@@ -140,7 +141,7 @@ class Client:
             async with self._http.stream("GET", f"{API}/events", headers=headers, timeout=timeout) as response:
                 if response.is_error:
                     await response.aread()
-                _check_response(response)
+                self._check_response(response)
                 async for chunk in response.aiter_bytes():
                     for event in parser.feed(chunk):
                         yield ServerEvent(event.id, event.type, json.loads(event.data))
@@ -165,7 +166,7 @@ class Client:
             response = await self._http.request(method, API + path, **request)
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
-        _check_response(response)
+        self._check_response(response)
         return response.json() if response.content else None
 
     def _unreachable(self, error: httpx.TransportError) -> ServerUnusable:
@@ -175,27 +176,37 @@ class Client:
             " try again, or stop that process"
         )
 
+    def _check_response(self, response: httpx.Response) -> None:
+        if response.is_success:
+            return
+        if response.status_code == 401:
+            raise ServerUnusable(
+                "the running server does not accept this token: give the one it was started with by --token or"
+                " COTERIE_TOKEN"
+            )
+        try:
+            problem = response.json()
+            code, detail, incident = str(problem["code"]), str(problem["detail"]), problem.get("id")
+        except (ValueError, KeyError, TypeError):
+            code, detail = str(response.status_code), "it gave no reason: it may be another program than Coterie"
+            incident = None
+        if code == "stopping":
+            raise ServerStopping(detail)
+        if code in HTTP_STATUS:
+            raise Refused(code, detail)
+        if code in _STORE_ERRORS:
+            raise StoreUnavailable(detail, full=code == "store_full")
+        if code == "internal_error":
+            log = f"its log has the details under {incident}"
+            hint = "run it again with COTERIE_DEBUG=1 to see where" if self.is_private else log
+            raise ServerUnusable(f"an unexpected error in the server: {hint}")
+        raise ServerUnusable(f"the running server refused: {detail} ({code})")
 
-def _check_response(response: httpx.Response) -> None:
-    if response.is_success:
-        return
-    if response.status_code == 401:
-        raise ServerUnusable(
-            "the running server does not accept this token: give the one it was started with by --token or"
-            " COTERIE_TOKEN"
-        )
-    try:
-        problem = response.json()
-        code, detail = str(problem["code"]), str(problem["detail"])
-    except (ValueError, KeyError, TypeError):
-        code, detail = str(response.status_code), "it gave no reason: it may be another program than Coterie"
-    if code == "stopping":
-        raise ServerStopping(detail)
-    if code in HTTP_STATUS:
-        raise Refused(code, detail)
-    if code in _STORE_ERRORS:
-        raise StoreUnavailable(detail, full=code == "store_full")
-    raise ServerUnusable(f"the running server refused: {detail} ({code})")
+
+def _json(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a request with this body. Bytes of the command line that are no UTF-8 are replaced."""
+    content = to_storable(json.dumps(body, ensure_ascii=False)).encode()
+    return {"content": content, "headers": {"Content-Type": "application/json"}}
 
 
 # Find or start the society
@@ -271,7 +282,8 @@ def find_server(folder: Path, token: str | None = None) -> Client | None:
         return None
     if address is None or pid not in (None, address.pid):
         # Another command, a program, or a server that does not listen yet.
-        raise StoreOwned(folder, pid if pid and pid > 0 else None)
+        remedy = "end it, and run coterie serve, which several commands can use at once"
+        raise StoreOwned(folder, pid if pid and pid > 0 else None, remedy)
     _check_address(address)
     return Client(address, token or address.token or _read_token(society.data))
 

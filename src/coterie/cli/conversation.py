@@ -28,10 +28,12 @@ _LOST = {
     "dead": "{agent} can get no more mail, and the message is a dead letter: send it to another agent",
 }
 _RESTING = {
-    "paused": "{agent} is paused and reads it later: let it go on with coterie resume {agent}",
+    "paused": "{agent} is paused and reads it later: let it go on with coterie resume {agent}, or with --all",
     "blocked": "{agent} is blocked and has not read it: see why with coterie agents, then coterie resume {agent}",
     "terminated": "{agent} was terminated: send it to another agent",
 }
+STALL_SECONDS = 1.0
+"""If no agent works for this time without an event, the agents that mail waits for are looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,8 +268,10 @@ class Conversation:
             return None
         return task
 
-    async def status(self) -> AgentStatus:
-        return AgentStatus.from_json(await self._client.get(self._path))
+    async def status(self, agent_id: str | None = None) -> AgentStatus:
+        """What the agent does; without an id the one of this conversation."""
+        path = self._path if agent_id is None else f"/agents/{quote(agent_id)}"
+        return AgentStatus.from_json(await self._client.get(path))
 
     async def upload(self, file: Path) -> str:
         return await self._client.upload(file)
@@ -464,7 +468,12 @@ async def wait_for_task(
     try:
         task = await _look(conversation, receipt)
         while task is None or task["state"] == "working":
-            event = await conversation.next_event()
+            try:
+                async with asyncio.timeout(None if task is None or task["active"] else STALL_SECONDS):
+                    event = await conversation.next_event()
+            except TimeoutError:
+                await _check_readers(conversation, receipt)
+                event = await conversation.next_event()
             on_event(event)
             match event:
                 case MessageArrived(message) if message.is_delivered:
@@ -495,6 +504,17 @@ async def _look(conversation: Conversation, receipt: Receipt) -> Mapping[str, An
     """The task of the message. `NoAnswer` if the agent will not read the message."""
     await _is_done(conversation, receipt.message_id)
     return await conversation.task(receipt.task)
+
+
+async def _check_readers(conversation: Conversation, receipt: Receipt) -> None:
+    """`NoAnswer` if all mail of the task waits for other agents that are paused or blocked."""
+    task = await conversation.task(receipt.task)
+    nodes = [node for node in (task or {}).get("nodes", ()) if node["kind"] == "message"]
+    waiting = {node["to"] for node in nodes if node["state"] in ("pending", "delayed")} - {PERSON}
+    states = {agent: (await conversation.status(agent)).state for agent in sorted(waiting)}
+    if states and all(state in _RESTING for state in states.values()):
+        agent, state = next(iter(states.items()))
+        raise NoAnswer(f"the task waits for another agent: {_RESTING[state].format(agent=agent)}")
 
 
 async def _is_done(conversation: Conversation, message_id: str) -> bool:

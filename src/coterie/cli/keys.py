@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from coterie.cli.options import DEFAULT_FOLDER, Dir, Json, Token
 from coterie.cli.output import local_time, print_json, print_line, print_table, run_quietly
+from coterie.errors import Refused
 
 if TYPE_CHECKING:
     from coterie.cli.client import Client
@@ -64,7 +64,11 @@ def list_keys(dir: Dir = DEFAULT_FOLDER, token: Token = None, json: Json = False
 @keys.command("revoke")
 def revoke_key(name: KeyName, dir: Dir = DEFAULT_FOLDER, token: Token = None, json: Json = False) -> None:  # noqa: A002
     """Revoke a key. Its requests are refused from now on."""
-    revoked = run_quietly(_call(dir, token, lambda client: client.delete(f"/keys/{quote(name, safe='')}")))
+    from coterie.agents import AGENT_ID
+
+    if not AGENT_ID.fullmatch(name):  # an empty name would be another address
+        raise Refused("unknown_key", f"there is no key {name!r}: list them with coterie keys list")
+    revoked = run_quietly(_call(dir, token, lambda client: client.delete(f"/keys/{name}")))
     if json:
         print_json(revoked)
     else:

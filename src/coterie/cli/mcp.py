@@ -252,7 +252,6 @@ class Relay:
 
     async def _pass_on(self, response: Response, body: Mapping[str, Any], write: Write) -> None:
         from mcp.types import JSONRPCError, JSONRPCResponse
-        from mcp.types.jsonrpc import jsonrpc_message_adapter
 
         from coterie.sse_parser import SseParser
 
@@ -265,18 +264,22 @@ class Relay:
                 whole += chunk
                 continue
             for event in parser.feed(chunk):
-                found = jsonrpc_message_adapter.validate_json(event.data, by_name=False)
-                self._note_version(body, found)
+                found = self._read(body, event.data)
                 await write(found)
                 if isinstance(found, JSONRPCResponse | JSONRPCError):
                     return
         if is_stream or not whole:
             raise _Lost("it ended without an answer")
-        found = jsonrpc_message_adapter.validate_json(bytes(whole), by_name=False)
-        self._note_version(body, found)
-        await write(found)
+        await write(self._read(body, bytes(whole)))
 
-    def _note_version(self, body: Mapping[str, Any], found: Any) -> None:
-        """Remember the protocol revision that the handshake agreed on."""
+    def _read(self, body: Mapping[str, Any], data: str | bytes) -> JSONRPCMessage:
+        """Decode a message of the server. Remember the protocol revision that the handshake agreed on."""
+        from mcp.types.jsonrpc import jsonrpc_message_adapter
+
+        try:
+            found: JSONRPCMessage = jsonrpc_message_adapter.validate_json(data, by_name=False)
+        except ValueError as error:
+            raise _Rejected("the answer is not MCP: another program than Coterie listens at this address") from error
         if body.get("method") == "initialize" and isinstance(result := getattr(found, "result", None), dict):
             self._version = result.get("protocolVersion")
+        return found

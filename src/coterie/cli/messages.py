@@ -83,6 +83,10 @@ def send(
 
     if every is not None and wait:
         raise typer.BadParameter("a recurring message has no single answer: leave out --wait or --every")
+    if timeout is not None and not wait:
+        raise typer.BadParameter("--timeout needs --wait: without it the command does not wait")
+    if time_zone is not None and every is None:
+        raise typer.BadParameter("--time-zone needs --every: it is the time zone of the recurrence")
     if unless_answered is not None and delay is None:
         raise typer.BadParameter("--unless-answered needs --delay: how long the answer may take")
     files = attach or []
@@ -357,7 +361,7 @@ def export(
     chosen = format or (Format.JSON if json else Format.MD)
     text = run_quietly(_read_export(dir, agent, chosen))
     if to is not None:
-        to.write_text(text, encoding="utf-8")
+        _write_whole(to, text.encode())
         if json:
             print_json({"agent": agent, "file": str(to), "format": chosen.value, "size": len(text.encode())})
         else:
@@ -367,6 +371,16 @@ def export(
             print_line(line)
     else:
         typer.echo(text, nl=False)  # unchanged: a file or a program is not controlled by escapes
+
+
+def _write_whole(file: Path, data: bytes) -> None:
+    """Write the file whole or not at all; a device or a pipe as it is."""
+    from coterie.files import replace_file
+
+    if file.is_file() or (not file.exists() and file.parent.is_dir()):
+        replace_file(file, data)
+    else:
+        file.write_bytes(data)
 
 
 async def _read_export(folder: Path, agent_id: str, chosen: Format) -> str:

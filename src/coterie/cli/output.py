@@ -185,9 +185,11 @@ class Progress:
 
 
 def make_streams_tolerant() -> None:
-    """Accept closed standard streams, and escape characters that their encoding lacks."""
+    """Accept closed standard streams, escape characters that their encoding lacks, replace bytes that are no text."""
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - for the life of the process
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")

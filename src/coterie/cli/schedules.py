@@ -35,6 +35,8 @@ def schedules(
         raise typer.BadParameter("give one of --pause, --resume, --end and --change")
     if (change is not None) != (every is not None):
         raise typer.BadParameter("--change and --every belong together")
+    if time_zone is not None and every is None:
+        raise typer.BadParameter("--time-zone needs --change and --every")
     if not given:
         _list(run_quietly(_read(dir, token)), json)
         return

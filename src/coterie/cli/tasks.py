@@ -118,13 +118,14 @@ async def find_task(client: Client, name: str) -> Mapping[str, Any]:
     """The task with its tree, by its id, the id of one of its messages, or the beginning of its id."""
     from coterie.errors import Refused
 
-    try:
-        tree: Mapping[str, Any] = await client.get(f"/tasks/{quote(name, safe='')}")
-        return tree
-    except Refused as refused:
-        if refused.code != "unknown_task":
-            raise
-    matches = [task["id"] for task in await _list(client, SEARCHED) if task["id"].startswith(name)]
+    if name.isalnum():  # no other text is an id
+        try:
+            tree: Mapping[str, Any] = await client.get(f"/tasks/{quote(name)}")
+            return tree
+        except Refused as refused:
+            if refused.code != "unknown_task":
+                raise
+    matches = [task["id"] for task in await _list(client, SEARCHED) if name and task["id"].startswith(name)]
     if len(matches) != 1:
         problem = f"{len(matches)} tasks have" if matches else "no task has"
         raise Refused("unknown_task", f"{problem} an id that begins with {name!r}: list them with coterie tasks")

@@ -17,11 +17,17 @@ from typing import Any, Protocol
 
 from coterie.errors import StoreUnusable
 from coterie.stores.blobs import read_blob, write_blob
-from coterie.stores.sql.invariants import INVARIANTS, describe_violation
+from coterie.stores.sql.invariants import INVARIANTS, RECOUNT_MAIL, describe_violation
 from coterie.stores.sql.migrations import migrate_sqlite, schema_scripts, sqlite_version
 from coterie.stores.sql.rows import Connection, insert
 from coterie.stores.sql.text_index import POSITION
-from coterie.stores.sqlite.connection import DATABASE_ERRORS, PAGE_BYTES, open_reader, to_store_error
+from coterie.stores.sqlite.connection import (
+    DATABASE_ERRORS,
+    PAGE_BYTES,
+    open_reader,
+    sqlite_errors,
+    to_store_error,
+)
 
 TABLES = (
     "meta", "agents", "messages", "artifacts", "attachments", "events", "history", "history_artifacts",
@@ -92,8 +98,9 @@ def transfer(source: Source, target: Target, on_progress: OnProgress) -> Transfe
 
 
 def transfer_rows(source: Source, target: Target, on_progress: OnProgress = lambda _: None) -> Mapping[str, int]:
-    """Copy everything except artifact bytes. Return the number of rows by table."""
+    """Copy everything except artifact bytes, and count mail anew. Return the number of rows by table."""
     rows = {table: _transfer_table(source, target.db, table, on_progress) for table in TABLES}
+    target.db.execute(RECOUNT_MAIL)
     for ((paused,),) in source.rows("log", "paused"):
         target.db.execute("UPDATE log SET paused = :paused", {"paused": paused})
     for table in SEQUENCE_TABLES:
@@ -163,14 +170,11 @@ class SqliteSource:
     @classmethod
     @contextmanager
     def open(cls, database: Path, artifacts: Path) -> Iterator[SqliteSource]:
-        try:
-            with closing(open_reader(database)) as db:
-                if sqlite_version(db) < schema_scripts("sqlite").newest:
-                    raise StoreUnusable(f"{database} has an older schema: bring it up to date with coterie migrate")
-                db.execute("BEGIN")  # one snapshot for all reads
-                yield cls(db, artifacts)
-        except DATABASE_ERRORS as error:
-            raise to_store_error(error) from error
+        with sqlite_errors(database), closing(open_reader(database)) as db:
+            if sqlite_version(db) < schema_scripts("sqlite").newest:
+                raise StoreUnusable(f"{database} has an older schema: bring it up to date with coterie migrate")
+            db.execute("BEGIN")  # one snapshot for all reads
+            yield cls(db, artifacts)
 
     def columns(self, table: str) -> Sequence[str]:
         return [name for (name,) in self._db.execute("SELECT name FROM pragma_table_info(:table)", {"table": table})]

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from coterie.clock import Clock, SystemClock
 from coterie.society import Society
-from coterie.task_following import TaskStreams, TaskWatch
+from coterie.task_following import TaskFollowing
 from coterie.web import auth, metrics, openai, static_files
 from coterie.web.a2a import door as a2a_door
 from coterie.web.addresses import Addresses, ClientAddresses, addresses
@@ -59,19 +59,19 @@ def build_app(
     state.health = metrics.Health(society.store, society.disk)
     state.uploads = Uploads(society.artifacts.max_file_bytes)
     state.hub = Hub(society, society.live, state.clock)
-    watch = TaskWatch(society.bus, state.clock)
-    state.task_streams = TaskStreams(society.store, watch, society.live, state.clock)
+    following = TaskFollowing(society.store, society.bus, society.live, state.clock)
+    state.following = following
     state.asking = Asking(society, state.clock)
-    mcp = mcp_door.McpDoor(society, watch, state.clock)
+    mcp = mcp_door.McpDoor(society, following)
     # MCP before the watch: a call that the stop ends must not return what there is of its answer.
-    state.on_shutdown = list[ShutdownHook]([state.hub.shut_down, mcp.shut_down, watch.shut_down])
+    state.on_shutdown = list[ShutdownHook]([state.hub.shut_down, mcp.shut_down, following.watch.shut_down])
     state.metrics = metrics.Metrics(society, lambda: len(state.hub))
     install_error_handlers(app)
     app.router.routes.append(Route("/openapi.json", _get_openapi))
     for router in ROUTERS:
         app.router.routes += router.routes
     app.router.routes.append(Route(mcp_door.PATH, mcp, methods=[*mcp_door.METHODS]))
-    state.a2a = a2a = a2a_door.A2aDoor(society, watch, state.clock, state.where.url)
+    state.a2a = a2a = a2a_door.A2aDoor(society, following, state.where.url)
     state.on_shutdown.append(a2a.push.shut_down)
     for path, methods in a2a_door.PATHS.items():
         app.router.routes.append(Route(path, a2a, methods=[*methods]))

@@ -45,6 +45,10 @@ class CallerScope:
             if agent.kind == "agent" and agent.state != "terminated" and self.caller.may_reach(agent.id)
         ]
 
+    async def offered_agents(self) -> Sequence[Agent]:
+        """Those that answer: without retired ones, which only keep their mail."""
+        return [agent for agent in await self.agents() if self.society.agents.find(agent.id)]
+
     async def agent(self, agent_id: str) -> Agent:
         agent = await self._store.agent(agent_id) if self.caller.may_reach(agent_id) else None
         if agent is None or agent.kind == "person":

@@ -308,11 +308,12 @@ def parse_cursor(cursor: str) -> int | None:
     return int(cursor) if cursor.isascii() and cursor.isdecimal() and len(cursor) < 19 else None
 
 
-def position(cursor: str | None) -> int | None:
+def position(cursor: str | None, name: str) -> int | None:
+    """The position that the query parameter of this name stands for."""
     if cursor is None:
         return None
     if (found := parse_cursor(cursor)) is None:
-        raise invalid_query("not a position in this list: pass the `next` of the page before", "before")
+        raise invalid_query("not a position in this list: pass the `next` of the page before", name)
     return found
 
 

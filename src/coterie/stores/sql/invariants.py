@@ -514,6 +514,19 @@ INVARIANTS: dict[str, tuple[str, str]] = {
     ),
 }
 
+MAIL_COUNTERS = "counters"
+"""The invariant whose violations `RECOUNT_MAIL` mends: the counters say nothing that the messages do not say."""
+RECOUNT_MAIL = """
+UPDATE agents SET waiting = counted.waiting, waiting_bytes = counted.size, delayed = counted.delayed
+  FROM (SELECT own.id AS id,
+               sum(CASE WHEN messages.state = 'pending' THEN 1 ELSE 0 END) AS waiting,
+               sum(CASE WHEN messages.state = 'pending' THEN length(messages.payload) ELSE 0 END) AS size,
+               sum(CASE WHEN messages.state = 'delayed' THEN 1 ELSE 0 END) AS delayed
+          FROM agents AS own LEFT JOIN messages ON messages.recipient = own.id GROUP BY own.id) AS counted
+ WHERE counted.id = agents.id
+   AND (agents.waiting <> counted.waiting OR agents.waiting_bytes <> counted.size OR agents.delayed <> counted.delayed)
+"""
+
 
 def describe_violation(name: str, row: Sequence[Any]) -> str:
     """Describe the violation `row` that the query of the invariant `name` returned."""

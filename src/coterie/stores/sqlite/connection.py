@@ -19,7 +19,7 @@ import sqlite3
 import tempfile
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -112,6 +112,18 @@ def to_store_error(error: sqlite3.Error | UnicodeDecodeError, folder: Path | Non
     if "decode to UTF-8" in str(error):  # one value is damaged; other rows stay usable
         return StoreError("the database is damaged: restore a backup with coterie restore FILE")
     return StoreError(f"the database reported an error ({error}): run coterie verify")
+
+
+@contextlib.contextmanager
+def sqlite_errors(database: Path) -> Iterator[None]:
+    """Raise errors of SQLite as store errors; for a damaged file with the advice to restore a backup."""
+    try:
+        yield
+    except DATABASE_ERRORS as error:
+        store_error = to_store_error(error)
+        if isinstance(store_error, StoreBroken):
+            store_error = StoreUnusable(f"{database} is damaged ({error}): restore a backup with coterie restore FILE")
+        raise store_error from error
 
 
 def version_warnings() -> Sequence[str]:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from coterie.clock import Clock
 from coterie.society import Society
-from coterie.task_following import TaskWatch
+from coterie.task_following import TaskFollowing
 from coterie.web.a2a.push import PushSender
 from coterie.web.auth import caller_of
 from coterie.web.caller_scope import CallerScope
@@ -35,12 +34,12 @@ AGENT = "/a2a/{agent}"
 class A2aDoor:
     """An ASGI application behind the security middleware, which checks host, token, origin and limits."""
 
-    def __init__(self, society: Society, watch: TaskWatch, clock: Clock, url: str) -> None:
+    def __init__(self, society: Society, following: TaskFollowing, url: str) -> None:
         """`url`: the address of the server that other programs use."""
-        self._society, self._watch, self._clock, self._url = society, watch, clock, url
+        self._society, self._following, self._url = society, following, url
         self._handler: SocietyRequestHandler | None = None
         self._router: Router | None = None
-        self.push = PushSender(society, clock, self._render_task)
+        self.push = PushSender(society, following.clock, self._render_task)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -50,17 +49,22 @@ class A2aDoor:
             raise RequestRejected(501, "not_installed", detail) from error
         if self._router is None:
             self._router = self._make_router(handler)
+        # The body is read here: the SDK would report one that is too large as an internal error.
+        body = await Request(scope, receive).body()
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_again() -> Message:
+            return messages.pop() if messages else await receive()
+
         # Without the parameters of the outer route: the SDK's router matches the whole path again.
-        await self._router({**scope, "path_params": {}}, receive, send)
+        await self._router({**scope, "path_params": {}}, receive_again, send)
 
     async def _load_handler(self) -> SocietyRequestHandler:
         if self._handler is None:
             # In a thread: the import takes half a second, in which other requests must be answered.
             module = await asyncio.to_thread(importlib.import_module, "coterie.web.a2a.handler")
             cards = module.Cards(self._society, self._url)
-            self._handler = module.SocietyRequestHandler(
-                self._society, self._watch, self._clock, cards, self.push.notify
-            )
+            self._handler = module.SocietyRequestHandler(self._society, self._following, cards, self.push.notify)
         return self._handler
 
     async def _render_task(self, task_id: str) -> dict[str, Any] | None:

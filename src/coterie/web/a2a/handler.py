@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import msgspec
 from a2a.server.context import ServerCallContext
 from a2a.server.request_handlers.request_handler import RequestHandler, validate_request_params
 from a2a.types import a2a_pb2 as a2a
+from a2a.utils.constants import PROTOCOL_VERSION_1_0, TransportProtocol
 from a2a.utils.errors import (
     InvalidParamsError,
     PushNotificationNotSupportedError,
@@ -26,16 +27,17 @@ from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.struct_pb2 import Value
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from coterie.clock import Clock
+from coterie import __version__, agents
 from coterie.errors import Refused
 from coterie.ids import id_for, keyed_id, new_id
 from coterie.messages import PERSON, Message, Receipt
 from coterie.push_configs import PushConfig, is_allowed
 from coterie.society import Society
-from coterie.task_following import TaskFollower, TaskProgress, TaskWatch, find_shared_answer, is_open_question
+from coterie.task_following import TaskFollowing, TaskProgress, find_obstacle, find_shared_answer, is_open_question
 from coterie.tasks import MessageNode, Task, TaskState, TaskTree
-from coterie.web.a2a.cards import Cards
+from coterie.web import schemas
 from coterie.web.caller_scope import CallerScope
+from coterie.web.routing import parse_cursor
 
 STATES: dict[TaskState, a2a.TaskState] = {
     "working": a2a.TASK_STATE_WORKING,
@@ -49,28 +51,32 @@ DEFAULT_PAGE, MAX_PAGE = 50, 100
 MAX_RAW_BYTES = 4_000_000
 """The largest file that is part of a message. Larger ones are named by their address."""
 MAX_TASKS = 1_000
+_MEDIA = {"vision": ("image/png", "image/jpeg"), "audio": ("audio/wav", "audio/mpeg"), "file": ("application/pdf",)}
+"""Media types that stand for a capability of a model."""
+TEXT = ("text/plain", "application/json")
 
 Event = a2a.Task | a2a.TaskStatusUpdateEvent | a2a.TaskArtifactUpdateEvent | a2a.Message
 
 
 class SocietyRequestHandler(RequestHandler):
     def __init__(
-        self, society: Society, watch: TaskWatch, clock: Clock, cards: Cards, on_push_config: Callable[[], None]
+        self, society: Society, following: TaskFollowing, cards: Cards, on_push_config: Callable[[], None]
     ) -> None:
         """`on_push_config` is called after a push notification config was stored."""
-        self._society, self._watch, self._clock = society, watch, clock
+        self._society, self._following = society, following
         self.cards, self._on_push_config = cards, on_push_config
 
     # Sending
 
     @validate_request_params
     async def on_message_send(self, params: a2a.SendMessageRequest, context: ServerCallContext) -> a2a.Task:
+        length = _history_length(params.configuration)
         message = await self._send(params, context)
         if not params.configuration.return_immediately:
-            async with aclosing(self._follower(message).follow(None)) as updates:
+            async with aclosing(self._following.follower(message).follow(None)) as updates:
                 async for _ in updates:
                     pass
-        return await self._read(_scope(context), message.task or message.id, _history_length(params.configuration))
+        return await self._read(_scope(context), message.task or message.id, length)
 
     @validate_request_params
     async def on_message_send_stream(
@@ -99,7 +105,7 @@ class SocietyRequestHandler(RequestHandler):
         sent = {artifact.artifact_id for artifact in first.artifacts}
         if first.status.state not in (a2a.TASK_STATE_WORKING, a2a.TASK_STATE_SUBMITTED):
             return
-        async with aclosing(self._follower(message).follow(None)) as updates:
+        async with aclosing(self._following.follower(message).follow(None)) as updates:
             async for update in updates:
                 if isinstance(update, TaskProgress):
                     said = _agent_message(task_id, message.to, [a2a.Part(text=update.text)], new_id())
@@ -196,7 +202,7 @@ class SocietyRequestHandler(RequestHandler):
     @validate_request_params
     async def on_get_task(self, params: a2a.GetTaskRequest, context: ServerCallContext) -> a2a.Task:
         tree = await self._tree(_scope(context), params.id, context)
-        return await self._render(tree, params.history_length if params.HasField("history_length") else None)
+        return await self._render(tree, _history_length(params))
 
     @validate_request_params
     async def on_list_tasks(self, params: a2a.ListTasksRequest, context: ServerCallContext) -> a2a.ListTasksResponse:
@@ -204,8 +210,10 @@ class SocietyRequestHandler(RequestHandler):
         size = params.page_size if params.HasField("page_size") else DEFAULT_PAGE
         if not 1 <= size <= MAX_PAGE:
             raise InvalidParamsError(f"pageSize must be from 1 to {MAX_PAGE}, got {size}")
-        if params.page_token and not params.page_token.isdecimal():
+        before = parse_cursor(params.page_token)
+        if params.page_token and before is None:
             raise InvalidParamsError("pageToken is not one of this list")
+        length = _history_length(params)
         states = {number: name for name, number in STATES.items()}
         if (params.status and params.status not in states) or params.context_id not in ("", agent_id):
             return a2a.ListTasksResponse(page_size=size)
@@ -214,8 +222,7 @@ class SocietyRequestHandler(RequestHandler):
         if params.HasField("status_timestamp_after"):
             after = params.status_timestamp_after.ToMilliseconds()
             found = [task for task in found if task.last_at.timestamp() * 1000 >= after]
-        rest = [task for task in found if not params.page_token or task.seq < int(params.page_token)]
-        length = params.history_length if params.HasField("history_length") else None
+        rest = [task for task in found if before is None or task.seq < before]
         shown = [await self._read(_scope(context), task.id, length) for task in rest[:size]]
         return a2a.ListTasksResponse(
             tasks=shown,
@@ -283,7 +290,7 @@ class SocietyRequestHandler(RequestHandler):
         last = next((one for one in reversed(said) if one.to == PERSON), None)
         if last is not None and task.state in ("waiting", "failed"):
             status.message.CopyFrom(await self._message(task, last))
-        elif task.state == "working" and (problem := (await self._follower_of(tree)).problem):
+        elif task.state == "working" and (problem := await find_obstacle(self._society.store, tree)):
             status.message.CopyFrom(_agent_message(task.id, _context_id(task), [a2a.Part(text=problem)], new_id()))
         if history_length is not None:
             history = history[-history_length:] if history_length else []
@@ -317,23 +324,16 @@ class SocietyRequestHandler(RequestHandler):
             parts.append(a2a.Part(data=data, media_type="application/json"))
         for file in message.payload.get("attachments") or ():
             part = a2a.Part(filename=str(file.get("filename", "")), media_type=str(file.get("mimeType", "")))
-            if file.get("size", 0) > MAX_RAW_BYTES:
-                part.url = self.cards.artifact_url(file["artifactRef"])
-            else:
-                part.raw = await self._society.artifacts.read(file["artifactRef"])
+            part.url = self.cards.artifact_url(file["artifactRef"])
+            if file.get("size", 0) <= MAX_RAW_BYTES:
+                with suppress(Refused):  # its bytes are gone, as its address says
+                    part.raw = await self._society.artifacts.read(file["artifactRef"])
             parts.append(part)
         return parts
 
-    async def _follower_of(self, tree: TaskTree) -> Any:
-        return await self._follower(await self._first(tree)).outcome()
-
-    def _follower(self, message: Message) -> TaskFollower:
-        society = self._society
-        return TaskFollower(message, store=society.store, watch=self._watch, live=society.live, clock=self._clock)
-
     def _now(self) -> Timestamp:
         stamp = Timestamp()
-        stamp.FromDatetime(self._clock.now())
+        stamp.FromDatetime(self._following.clock.now())
         return stamp
 
     # Push notifications
@@ -403,13 +403,84 @@ class SocietyRequestHandler(RequestHandler):
         return [ParseDict(json.loads(one.config), a2a.TaskPushNotificationConfig()) for one in found]
 
 
+# Agent cards: what an agent is for, what it reads and writes, and where it is reached
+
+
+class Cards:
+    def __init__(self, society: Society, url: str) -> None:
+        self._society, self._url = society, url
+
+    async def of_agent(self, scope: CallerScope, agent_id: str | None) -> a2a.AgentCard:
+        agent = await scope.agent(agent_id or "")
+        skill = self._skill(agent)
+        return self._card(agent.name, skill.description, agent.id, [skill])
+
+    async def of_society(self, scope: CallerScope, _: str | None = None) -> a2a.AgentCard:
+        """The card of the society: its first agent receives what is sent there; each agent is a skill."""
+        found = await scope.offered_agents()
+        if not found:
+            raise Refused("unknown_agent", "there is no agent for you")
+        order = {entry.id: number for number, entry in enumerate(self._society.config.agents)}
+        first = min(found, key=lambda agent: (order.get(agent.id, len(order)), agent.id))
+        about = f"A society of {len(found)} agents. {first.name} receives what is sent here. Each skill is an agent."
+        return self._card("Coterie", about, first.id, [self._skill(agent) for agent in found])
+
+    def artifact_url(self, ref: str) -> str:
+        """The address of a file that is too large for a message."""
+        return f"{self._url}/api/v1/artifacts/{ref}"
+
+    def _card(self, name: str, about: str, agent_id: str, skills: list[a2a.AgentSkill]) -> a2a.AgentCard:
+        address, has_push = f"{self._url}/a2a/{agent_id}", bool(self._society.config.doors.push)
+        bearer = a2a.HTTPAuthSecurityScheme(scheme="Bearer", description="The token of a key: coterie keys add NAME")
+        return a2a.AgentCard(
+            name=name,
+            description=about,
+            version=__version__,
+            supported_interfaces=[
+                a2a.AgentInterface(url=address, protocol_binding=binding, protocol_version=PROTOCOL_VERSION_1_0)
+                for binding in (TransportProtocol.JSONRPC, TransportProtocol.HTTP_JSON)
+            ],
+            capabilities=a2a.AgentCapabilities(streaming=True, push_notifications=has_push, extended_agent_card=True),
+            security_schemes={"bearer": a2a.SecurityScheme(http_auth_security_scheme=bearer)},
+            security_requirements=[a2a.SecurityRequirement(schemes={"bearer": a2a.StringList()})],
+            default_input_modes=sorted({mode for skill in skills for mode in skill.input_modes}),
+            default_output_modes=sorted({mode for skill in skills for mode in skill.output_modes}),
+            skills=skills,
+        )
+
+    def _skill(self, agent: agents.Agent) -> a2a.AgentSkill:
+        about = schemas.Agent.in_society(self._society, agent)
+        reads = about.capabilities.input if about.capabilities else []
+        writes = about.capabilities.output if about.capabilities else []
+        return a2a.AgentSkill(
+            id=agent.id,
+            name=agent.name,
+            description=about.description or f"The agent {agent.name}. Its own card: {self._url}/a2a/{agent.id}",
+            tags=sorted({*reads, *writes}) or ["text"],
+            input_modes=_modes(reads),
+            output_modes=_modes(writes),
+        )
+
+
+def _modes(capabilities: list[str]) -> list[str]:
+    return [*TEXT, *(mode for name in sorted(capabilities) for mode in _MEDIA.get(name, ()))]
+
+
+# Helpers
+
+
 def _scope(context: ServerCallContext) -> CallerScope:
     scope: CallerScope = context.state["scope"]
     return scope
 
 
-def _history_length(configuration: a2a.SendMessageConfiguration) -> int | None:
-    return configuration.history_length if configuration.HasField("history_length") else None
+def _history_length(given: a2a.SendMessageConfiguration | a2a.GetTaskRequest | a2a.ListTasksRequest) -> int | None:
+    """How many messages of a history are wanted; None: all."""
+    if not given.HasField("history_length"):
+        return None
+    if given.history_length < 0:
+        raise InvalidParamsError(f"historyLength must be 0 or more, got {given.history_length}")
+    return int(given.history_length)
 
 
 def _agent_message(task_id: str, agent_id: str, parts: list[a2a.Part], message_id: str) -> a2a.Message:

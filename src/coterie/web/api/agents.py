@@ -84,7 +84,7 @@ async def list_agent_history(
     agent_id: str, society: SocietyDep, after: Cursor | None = None, limit: Limit = 50
 ) -> HistoryPage:
     await find_agent(society.store, agent_id)
-    rows = await society.store.history(agent_id, position(after) or 0, limit + 1)
+    rows = await society.store.history(agent_id, position(after, "after") or 0, limit + 1)
     items = [] if after else _system_prompt(society, agent_id)
     items += [HistoryItem.of(row) for row in rows]
     return HistoryPage(items=items[:limit], next=str(items[limit - 1].seq) if len(items) > limit else None)

@@ -10,7 +10,7 @@ from msgspec import Meta
 from coterie.messages import PERSON
 from coterie.tasks import TaskState
 from coterie.web.openapi import COMMON_PROBLEMS, problems
-from coterie.web.routing import API, Cursor, Id, Limit, Router, SocietyDep, invalid_query, parse_cursor
+from coterie.web.routing import API, Cursor, Id, Limit, Router, SocietyDep, invalid_query, position
 from coterie.web.task_schemas import Away, AwayCounts, AwayThread, StoppedTask, Task, TaskPage, TaskTree
 
 router = Router(prefix=API, tags=["tasks"], responses=COMMON_PROBLEMS)
@@ -29,9 +29,7 @@ async def list_tasks(
     limit: Limit = 50,
 ) -> TaskPage:
     """With `agent`: those that it got the first message of or worked on. With `person`: those of this person."""
-    before = None if cursor is None else parse_cursor(cursor)
-    if cursor is not None and before is None:
-        raise invalid_query("not a position in this list: pass the `next` of the page before", "cursor")
+    before = position(cursor, "cursor")
     if person not in (None, PERSON):  # a society has one person
         return TaskPage(items=[], next=None)
     found = await society.tasks(state=state, agent=agent, before=before, limit=limit)

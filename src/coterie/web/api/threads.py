@@ -337,7 +337,7 @@ async def search_messages(
 async def list_runs(
     society: SocietyDep, agent: Id | None = None, before: Cursor | None = None, limit: Limit = 50
 ) -> RunPage:
-    plans = await society.store.runs(Page(before=position(before), limit=limit), agent)
+    plans = await society.store.runs(Page(before=position(before, "before"), limit=limit), agent)
     return RunPage(items=[Run.of(plan) for plan in plans], next=str(plans[-1].seq) if len(plans) == limit else None)
 
 

@@ -16,11 +16,10 @@ import msgspec
 from mcp.server.context import ServerRequestContext
 from mcp.types.version import MODERN_PROTOCOL_VERSIONS
 
-from coterie.clock import Clock
 from coterie.errors import Refused, StoreError
 from coterie.messages import PERSON, Message, thread_of
 from coterie.society import Society
-from coterie.task_following import TaskFollower, TaskOutcome, TaskProgress, TaskWatch, is_open_question
+from coterie.task_following import TaskFollower, TaskFollowing, TaskOutcome, TaskProgress, is_open_question
 from coterie.web.caller_scope import CallerScope
 from coterie.web.mcp.tools import DEFAULT_WAIT_SECONDS, AnswerQuestion, Send, sent_result
 
@@ -64,8 +63,8 @@ class Call:
 
 
 class WaitingCalls:
-    def __init__(self, society: Society, watch: TaskWatch, clock: Clock) -> None:
-        self._society, self._watch, self._clock = society, watch, clock
+    def __init__(self, society: Society, following: TaskFollowing) -> None:
+        self._society, self._following, self._clock = society, following, following.clock
         self._returned: dict[str, None] = {}
         """Requests whose answers this process has returned: their repetition is a new message."""
         self._sending = asyncio.Lock()
@@ -132,6 +131,8 @@ class WaitingCalls:
     async def _answer(self, call: Call, question: Message, option: int | None, text: str | None) -> Message:
         options: Sequence[str] = question.payload.get("quickReplies") or ()
         if option is not None:
+            if not options:
+                raise Refused("option_invalid", "the message offers no options: answer with text")
             if not 0 <= option < len(options):
                 raise Refused("option_invalid", f"option must be from 0 to {len(options) - 1}, got {option}")
             text = options[option]
@@ -156,8 +157,7 @@ class WaitingCalls:
     # Waiting
 
     def follower(self, message: Message) -> TaskFollower:
-        society = self._society
-        return TaskFollower(message, store=society.store, watch=self._watch, live=society.live, clock=self._clock)
+        return self._following.follower(message)
 
     async def wait(
         self, call: Call, message: Message, seconds: float | None, params: types.CallToolRequestParams

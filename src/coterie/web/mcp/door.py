@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from coterie.clock import Clock
 from coterie.society import Society
-from coterie.task_following import TaskWatch
+from coterie.task_following import TaskFollowing
 from coterie.web.auth import caller_of
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ METHODS = ("GET", "POST", "DELETE")
 class McpDoor:
     """An ASGI application behind the security middleware, which checks host, token, origin and limits."""
 
-    def __init__(self, society: Society, watch: TaskWatch, clock: Clock) -> None:
-        self._society, self._watch, self._clock = society, watch, clock
+    def __init__(self, society: Society, following: TaskFollowing) -> None:
+        self._society, self._following = society, following
         self._lock = asyncio.Lock()
         self._manager: StreamableHTTPSessionManager | None = None
         self._running: asyncio.Task[None] | None = None
@@ -57,9 +56,7 @@ class McpDoor:
                 # In a thread: the import takes half a second, in which other requests must be answered.
                 server = await asyncio.to_thread(importlib.import_module, "coterie.web.mcp.server")
                 manager: StreamableHTTPSessionManager
-                manager, self._close = server.make_session_manager(
-                    self._society, self._watch, self._clock, self._stopping
-                )
+                manager, self._close = server.make_session_manager(self._society, self._following, self._stopping)
                 ready = asyncio.Event()
                 # A task of its own: the manager's task group must be entered and left by the same task.
                 self._running = asyncio.create_task(self._run(manager, ready), name="coterie-mcp-sessions")

@@ -26,11 +26,10 @@ from msgspec import UNSET
 
 from coterie import __version__
 from coterie.artifacts import Artifact
-from coterie.clock import Clock
 from coterie.errors import Refused, StoreError
 from coterie.messages import PERSON, Message
 from coterie.society import Society
-from coterie.task_following import TaskWatch
+from coterie.task_following import TaskFollowing
 from coterie.web import schemas, task_schemas
 from coterie.web.auth import caller_of
 from coterie.web.caller_scope import CallerScope
@@ -79,13 +78,13 @@ class SocietyMcpServer(Server[Any]):
 
 
 def make_session_manager(
-    society: Society, watch: TaskWatch, clock: Clock, stopping: asyncio.Event
+    society: Society, following: TaskFollowing, stopping: asyncio.Event
 ) -> tuple[StreamableHTTPSessionManager, Callable[[], Awaitable[None]]]:
     """Return the manager, and what to call after its end.
 
     `stopping`: set before all sessions are ended; what is cancelled then was not cancelled by a client.
     """
-    calls = WaitingCalls(society, watch, clock)
+    calls = WaitingCalls(society, following)
     handlers = McpHandlers(society, calls, stopping)
     manager = StreamableHTTPSessionManager(
         handlers.make_server(),
@@ -344,7 +343,7 @@ class McpHandlers:
         self, context: Context, _: types.PaginatedRequestParams | None
     ) -> types.ListPromptsResult:  # fmt: skip
         found = []
-        for agent in await self._scope(context).agents():
+        for agent in await self._scope(context).offered_agents():
             about = schemas.Agent.in_society(self._society, agent).description
             found.append(
                 types.Prompt(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,10 +16,11 @@ from starlette.types import Receive, Scope, Send
 from coterie.errors import CoterieError, Refused
 from coterie.messages import SYSTEM, Message, Receipt
 from coterie.society import Society
-from coterie.task_following import Ended, Piece, Said, TaskStream, TaskStreams, find_shared_answer
+from coterie.task_following import Ended, Piece, Said, TaskFollowing, TaskStream, find_shared_answer
 from coterie.tasks import Task
 from coterie.web.connections import wait_for_disconnect
 from coterie.web.errors import RequestRejected
+from coterie.web.routing import State
 
 KEEP_ALIVE = timedelta(seconds=10)
 """Proxies and clients close a silent connection."""
@@ -30,6 +31,7 @@ NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's clients repeat failed requests. These cannot succeed before the owner acts."""
 
 T = TypeVar("T")
+FollowingDep = Annotated[TaskFollowing, State(lambda request: request.app.state.following)]
 _encode = msgspec.json.Encoder().encode
 
 
@@ -40,7 +42,7 @@ class Outcome(msgspec.Struct):
     """Messages to the person, oldest first."""
     task: Task | None = None
     reason: str = ""
-    """Why it cannot go on, if it cannot."""
+    """Why it cannot go on before somebody acts, if it cannot."""
     is_over: bool = False
     """The task may go on, but the rest of it answers a newer message."""
 
@@ -55,9 +57,9 @@ class Outcome(msgspec.Struct):
 
     def failure(self) -> RequestRejected | None:
         """The error to answer with, if there is nothing else to say."""
-        if self.reason:
-            if self.task is None:
-                return RequestRejected(503, "unavailable", self.reason)
+        if self.reason and self.task is None:
+            return RequestRejected(503, "unavailable", self.reason)
+        if self.reason and not self.answers:
             return RequestRejected(503, "agent_resting", self.reason, headers=NO_RETRY)
         reports = [str(one.payload.get("text", "")) for one in self.messages if one.sender == SYSTEM]
         if self.state == "failed" or (reports and not self.answers):
@@ -101,9 +103,9 @@ def record(outcome: Outcome, piece: Piece) -> None:
         outcome.task, outcome.reason = piece.task, piece.reason
 
 
-async def read_outcome(streams: TaskStreams, asked: Message) -> Outcome:
+async def read_outcome(following: TaskFollowing, asked: Message) -> Outcome:
     """What the message has led to so far, without waiting."""
-    task, messages = await streams.store.task_with_messages(asked.task, after=asked.seq)
+    task, messages = await following.store.task_with_messages(asked.task, after=asked.seq)
     outcome = Outcome(messages=[], task=task)
     for message in messages:
         if message.sender != asked.sender:
@@ -112,7 +114,7 @@ async def read_outcome(streams: TaskStreams, asked: Message) -> Outcome:
             outcome.is_over = True  # the rest answers this newer message
             break
     if task and task.state == "done" and not outcome.messages:
-        shared = await find_shared_answer(streams.store, asked.id, task)
+        shared = await find_shared_answer(following.store, asked.id, task)
         outcome.messages += [shared] if shared else []
     return outcome
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -38,6 +38,7 @@ from coterie.web.openai.content import (
     instructions_of,
     render_new,
 )
+from coterie.web.routing import State
 
 RETRY_TIME = timedelta(minutes=1)
 MAX_REPEATS = 8
@@ -284,6 +285,9 @@ class Asking:
                     return {"in_reply_to": question.id, "option": option, "text": options[option]}
                 return {}
         return {}
+
+
+AskingDep = Annotated[Asking, State(lambda request: request.app.state.asking)]
 
 
 def _is_own(message: ClientMessage) -> bool:

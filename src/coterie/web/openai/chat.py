@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal, cast
 
 from msgspec import UNSET, Meta, UnsetType, convert
 from starlette.requests import Request
 from starlette.responses import Response
 
+from coterie.agents import Agent
 from coterie.clock import to_ms
 from coterie.errors import Refused
 from coterie.messages import Message, Receipt
 from coterie.society import Society
-from coterie.task_following import Delta, Piece, Progress, Said, Silence, Superseded, TaskStream, TaskStreams
+from coterie.task_following import Delta, Piece, Progress, Said, Silence, Superseded, TaskStream
 from coterie.tasks import Task
-from coterie.web.auth import Caller, CallerDep, caller_of
+from coterie.web.auth import CallerDep
+from coterie.web.caller_scope import CallerScope
 from coterie.web.errors import OPENAI
 from coterie.web.openai.answering import (
     DONE_FRAME,
     KEEP_ALIVE_FRAME,
     AnswerStream,
+    FollowingDep,
     Outcome,
     answer_or_stop,
     collect,
@@ -32,10 +35,10 @@ from coterie.web.openai.answering import (
     unsent_text,
     wants_stop,
 )
-from coterie.web.openai.asking import Ask, Asking, find_model, unknown_model
+from coterie.web.openai.asking import Ask, AskingDep, find_model, unknown_model
 from coterie.web.openai.content import answer_text, extra_fields, read_message
 from coterie.web.openapi import openai_problems
-from coterie.web.routing import Header, Id, Router, SocietyDep, json_response
+from coterie.web.routing import ClockDep, Header, Id, Router, SocietyDep, json_response
 from coterie.web.schemas import Attachment, Schema
 
 router = Router(prefix=OPENAI, tags=["OpenAI"], responses=openai_problems(401, 403, 404, 421, 429, 500, 503))
@@ -155,6 +158,7 @@ class Extra(OpenAISchema, kw_only=True):
     quick_replies: Annotated[list[str], Meta(description="Also at the end of the text, numbered from 1.")]
     question: Annotated[str | None, Meta(description="The message with the quick replies.")]
     files: list[Attachment]
+    problem: Annotated[str, Meta(description="Who has to act before the task goes on.")] | UnsetType = UNSET
     ignored: Annotated[list[str], Meta(description="Fields of the request that have no effect here.")] | UnsetType = (
         UNSET
     )
@@ -172,25 +176,19 @@ class ChatCompletion(OpenAISchema, kw_only=True):
 
 @router.get("/models", summary="List the agents that the caller may reach, as models")
 async def list_models(society: SocietyDep, caller: CallerDep) -> ModelList:
-    return ModelList(data=[model async for model in _models(society, caller)])
+    return ModelList(data=[_model(society, agent) for agent in await CallerScope(society, caller).offered_agents()])
 
 
 @router.get("/models/{model}", summary="Get an agent, as a model")
 async def get_model(model: str, society: SocietyDep, caller: CallerDep) -> Model:
-    async for found in _models(society, caller):
-        if found.id == model:
-            return found
-    raise unknown_model()
+    agent = await society.store.agent(model) if caller.may_reach(model) else None
+    if agent is None or agent.kind != "agent" or agent.state == "terminated":
+        raise unknown_model()
+    return _model(society, agent)
 
 
-async def _models(society: Society, caller: Caller) -> AsyncIterator[Model]:
-    after = ""
-    while page := await society.store.agents(after, 200):
-        after = page[-1].id
-        for agent in page:
-            if agent.kind == "agent" and agent.state != "terminated" and caller.may_reach(agent.id):
-                description = society.agents.description_of(agent.id) if agent.id in society.agents else ""
-                yield Model(id=agent.id, name=agent.name, description=description)
+def _model(society: Society, agent: Agent) -> Model:
+    return Model(id=agent.id, name=agent.name, description=society.agents.description_of(agent.id))
 
 
 @router.post(
@@ -202,14 +200,19 @@ async def _models(society: Society, caller: Caller) -> AsyncIterator[Model]:
     },
 )
 async def create_chat_completion(
-    request: Request, body: ChatRequest, idempotency_key: Annotated[Id | None, Header()] = None
+    request: Request,
+    body: ChatRequest,
+    society: SocietyDep,
+    caller: CallerDep,
+    clock: ClockDep,
+    asking: AskingDep,
+    following: FollowingDep,
+    idempotency_key: Annotated[Id | None, Header()] = None,
 ) -> ChatCompletion | Response:
     """The answer comes when everything that the request set off has ended, or when an agent asks something.
 
     The same body, or the same `Idempotency-Key`, asks once: while it is worked on, and for a minute after the answer.
     """
-    society, caller = cast(Society, request.app.state.society), caller_of(request)
-    asking, streams = cast(Asking, request.app.state.asking), cast(TaskStreams, request.app.state.task_streams)
     ignored = check_options(body.n, body.tools or body.functions, body.tool_choice, body.response_format)
     wants_usage = isinstance(body.stream_options, dict) and bool(body.stream_options.get("include_usage"))
     stops = wants_stop(body.coterie)
@@ -222,13 +225,13 @@ async def create_chat_completion(
         user=body.user or "",
         idempotency_key=idempotency_key or "",
     )
-    created = to_ms(request.app.state.clock.now()) // 1000
+    created = to_ms(clock.now()) // 1000
     if body.stream:
         sent = (await asking.ask(caller, ask)).receipt
         writer = _ChunkWriter(ask.agent_id, sent, created, ignored, wants_usage=wants_usage)
         on_disconnect = stop_on_disconnect(society, stops, sent)
-        return AnswerStream(writer.frames(streams.stream(ask.agent_id)), on_disconnect)
-    with streams.stream(ask.agent_id, with_text=False) as stream:
+        return AnswerStream(writer.frames(following.stream(ask.agent_id)), on_disconnect)
+    with following.stream(ask.agent_id, with_text=False) as stream:
         asked = await asking.ask(caller, ask, stream)
         pieces = stream.follow(asked.receipt, is_new=asked.is_new)
         on_disconnect = stop_on_disconnect(society, stops, asked.receipt)
@@ -266,7 +269,7 @@ def conversation_of(metadata: Any) -> str:
 def make_extra(messages: list[Message], outcome: Outcome, sent: Receipt, ignored: list[str]) -> Extra:
     fields = extra_fields(messages, sent.task, outcome.state)
     fields["files"] = convert(fields["files"], list[Attachment])
-    return Extra(**fields, ignored=ignored or UNSET)
+    return Extra(**fields, problem=outcome.reason or UNSET, ignored=ignored or UNSET)
 
 
 def _completion(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 from msgspec.structs import replace
@@ -13,14 +13,14 @@ from starlette.responses import Response as HttpResponse
 from coterie.clock import to_ms
 from coterie.errors import Refused
 from coterie.messages import PERSON, Message, Receipt
-from coterie.society import Society
-from coterie.task_following import Delta, Piece, Progress, Said, Silence, Superseded, TaskStream, TaskStreams
+from coterie.task_following import Delta, Piece, Progress, Said, Silence, Superseded, TaskFollowing, TaskStream
 from coterie.tasks import Task
-from coterie.web.auth import Caller, CallerDep, caller_of
+from coterie.web.auth import Caller, CallerDep
 from coterie.web.errors import OPENAI
 from coterie.web.openai.answering import (
     KEEP_ALIVE_FRAME,
     AnswerStream,
+    FollowingDep,
     Outcome,
     answer_or_stop,
     collect,
@@ -33,7 +33,7 @@ from coterie.web.openai.answering import (
     unsent_text,
     wants_stop,
 )
-from coterie.web.openai.asking import Ask, Asking, find_model
+from coterie.web.openai.asking import Ask, AskingDep, find_model
 from coterie.web.openai.chat import (
     CHOICE_SCHEMA,
     MESSAGES_SCHEMA,
@@ -47,7 +47,7 @@ from coterie.web.openai.chat import (
 )
 from coterie.web.openai.content import ClientMessage, answer_text, read_message
 from coterie.web.openapi import openai_problems
-from coterie.web.routing import Header, Id, Router
+from coterie.web.routing import Header, Id, Router, SocietyDep
 
 router = Router(prefix=OPENAI, tags=["OpenAI"], responses=openai_problems(401, 403, 404, 421, 429, 500, 503))
 PREFIX = "resp_"
@@ -165,17 +165,21 @@ class ModelResponse(OpenAISchema, kw_only=True):
     },
 )
 async def create_response(
-    request: Request, body: ResponseRequest, idempotency_key: Annotated[Id | None, Header()] = None
+    request: Request,
+    body: ResponseRequest,
+    society: SocietyDep,
+    caller: CallerDep,
+    asking: AskingDep,
+    following: FollowingDep,
+    idempotency_key: Annotated[Id | None, Header()] = None,
 ) -> ModelResponse | HttpResponse:
     """The rules of chat completions hold. With `background` the answer comes at once, and a GET returns the rest."""
-    society, caller = cast(Society, request.app.state.society), caller_of(request)
-    asking, streams = cast(Asking, request.app.state.asking), cast(TaskStreams, request.app.state.task_streams)
     text_format = body.text.get("format") if isinstance(body.text, dict) else None
     ignored = check_options(None, body.tools, body.tool_choice, text_format)
     stops = wants_stop(body.coterie)
     previous = None
     if body.previous_response_id:
-        previous = await _find_asked(streams, caller, body.previous_response_id, "previous_response_id")
+        previous = await _find_asked(following, caller, body.previous_response_id, "previous_response_id")
     agent_id = find_model(body.model)
     if previous and previous.to != agent_id:
         other = "previous_response_id: a response of another model. An agent knows only its own conversation"
@@ -198,15 +202,15 @@ async def create_response(
     }
     if body.stream or body.background:
         sent = (await asking.ask(caller, ask)).receipt
-        asked = await _find_asked(streams, caller, PREFIX + sent.message_id, "id")
+        asked = await _find_asked(following, caller, PREFIX + sent.message_id, "id")
         renderer = _ResponseRenderer(asked, sent, ignored, echo)
         if not body.stream:
-            return renderer.render(await read_outcome(streams, asked))
+            return renderer.render(await read_outcome(following, asked))
         on_disconnect = stop_on_disconnect(society, stops, sent)
-        return AnswerStream(_EventWriter(renderer).frames(streams.stream(ask.agent_id)), on_disconnect)
-    with streams.stream(ask.agent_id, with_text=False) as stream:
+        return AnswerStream(_EventWriter(renderer).frames(following.stream(ask.agent_id)), on_disconnect)
+    with following.stream(ask.agent_id, with_text=False) as stream:
         new = await asking.ask(caller, ask, stream)
-        asked = await _find_asked(streams, caller, PREFIX + new.receipt.message_id, "id")
+        asked = await _find_asked(following, caller, PREFIX + new.receipt.message_id, "id")
         pieces = stream.follow(new.receipt, is_new=new.is_new)
         on_disconnect = stop_on_disconnect(society, stops, new.receipt)
         outcome = await answer_or_stop(request, collect(pieces), on_disconnect)
@@ -222,9 +226,9 @@ async def create_response(
     responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}, **openai_problems(400)},
 )
 async def get_response(
-    request: Request,
     response_id: str,
     caller: CallerDep,
+    following: FollowingDep,
     stream: bool = False,
     starting_after: Annotated[int, Meta(description="Not supported: a stream begins with its start.")] | None = None,
 ) -> ModelResponse | HttpResponse:
@@ -233,30 +237,30 @@ async def get_response(
         raise Refused(
             "payload_invalid", "starting_after: a stream begins with its start: leave it out", param="starting_after"
         )
-    streams = cast(TaskStreams, request.app.state.task_streams)
-    asked = await _find_asked(streams, caller, response_id, "response_id")
+    asked = await _find_asked(following, caller, response_id, "response_id")
     renderer = _ResponseRenderer(asked, Receipt(message_id=asked.id, state="pending", task=asked.task), [])
     if stream:
-        return AnswerStream(_EventWriter(renderer).frames(streams.stream(asked.to)))
-    return renderer.render(await read_outcome(streams, asked))
+        return AnswerStream(_EventWriter(renderer).frames(following.stream(asked.to)))
+    return renderer.render(await read_outcome(following, asked))
 
 
 @router.post("/responses/{response_id}/cancel", summary="Stop everything that a response set off")
-async def cancel_response(request: Request, response_id: str, caller: CallerDep) -> ModelResponse:
+async def cancel_response(
+    response_id: str, society: SocietyDep, caller: CallerDep, following: FollowingDep
+) -> ModelResponse:
     """What tools have done stays done. A response that has ended stays as it is. Idempotent."""
-    streams = cast(TaskStreams, request.app.state.task_streams)
-    asked = await _find_asked(streams, caller, response_id, "response_id")
+    asked = await _find_asked(following, caller, response_id, "response_id")
     renderer = _ResponseRenderer(asked, Receipt(message_id=asked.id, state="pending", task=asked.task), [])
-    outcome = await read_outcome(streams, asked)
+    outcome = await read_outcome(following, asked)
     if renderer.status(outcome) in ("queued", "in_progress"):
-        await cast(Society, request.app.state.society).stop_task(asked.task)
-        outcome = await read_outcome(streams, asked)
+        await society.stop_task(asked.task)
+        outcome = await read_outcome(following, asked)
     return renderer.render(outcome)
 
 
-async def _find_asked(streams: TaskStreams, caller: Caller, response_id: str, param: str) -> Message:
+async def _find_asked(following: TaskFollowing, caller: Caller, response_id: str, param: str) -> Message:
     """The message of a response. One of another program does not exist for the caller."""
-    asked = await streams.store.message(response_id.removeprefix(PREFIX)) if response_id.startswith(PREFIX) else None
+    asked = await following.store.message(response_id.removeprefix(PREFIX)) if response_id.startswith(PREFIX) else None
     if asked is None or asked.sender != PERSON or not caller.may_see(asked):
         raise Refused("unknown_message", "there is no such response", param=param)
     return asked
