@@ -33,6 +33,7 @@ from coterie.errors import ConfigError, Problem, Refused, StoreUnavailable
 from coterie.files import replace_file, write_private
 from coterie.ids import new_id
 from coterie.llm.config import ServiceRegistry
+from coterie.problem_texts import ProblemText
 from coterie.text import one_line, to_storable
 
 log = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ class AgentsFile:
         prefixes = tuple(f"{CONFIG_FILE}: agents.{agent_id}" for agent_id in agents)
         wrong = [problem for problem in config.problems if _is_under(problem, prefixes)]
         if wrong:
-            raise Refused("agent_invalid", "; ".join(map(_describe, wrong)))
+            raise _invalid(wrong)
         return config
 
 
@@ -190,7 +191,7 @@ class AgentsInDatabase:
         try:
             await self._configuration.write(change, version)
         except ConfigError as error:
-            raise Refused("agent_invalid", "; ".join(map(_describe, error.problems))) from error
+            raise _invalid(error.problems) from error
         except Refused as error:
             if error.code == "config_changed":
                 raise Refused("definitions_changed", error.message) from error
@@ -208,8 +209,10 @@ def _is_under(problem: Problem, prefixes: Sequence[str]) -> bool:
     return any(where == prefix or where.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def _describe(problem: Problem) -> str:
-    return f"{problem.location.removeprefix(f'{CONFIG_FILE}: agents.')}: {problem.message}"
+def _invalid(problems: Sequence[Problem]) -> Refused:
+    """`agent_invalid` with the problems, whose places are without the file."""
+    places = [problem.to_dict(problem.location.removeprefix(f"{CONFIG_FILE}: agents.")) for problem in problems]
+    return Refused("agent_invalid", "; ".join(f"{one['place']}: {one['message']}" for one in places), problems=places)
 
 
 def _tables(text: str) -> dict[str, Fields]:
@@ -230,8 +233,7 @@ def edit_agents(text: str, tables: Mapping[str, Fields]) -> str:
             return changed
     except (TOMLKitError, ValueError, KeyError, TypeError) as error:
         log.debug("editing %s failed: %s", CONFIG_FILE, error)
-    message = "the agents are written in a way that a program cannot change: give each a table [agents.name]"
-    raise ConfigError([Problem(CONFIG_FILE, message, fatal=True)])
+    raise ConfigError([Problem(CONFIG_FILE, ProblemText("agents_not_editable"), fatal=True)])
 
 
 def _edit_present(text: str, present: Mapping[str, Fields], tables: Mapping[str, Fields]) -> str:
@@ -372,7 +374,7 @@ class AgentDefinitions:
             current = await self._store.read()
             before = _find(current, agent_id)
             if fields.get("parent") and agent_id in _ancestry(current, str(fields["parent"])):
-                raise Refused("agent_invalid", f"{agent_id}.parent: an agent cannot be below itself")
+                raise _invalid([Problem(f"{agent_id}.parent", ProblemText("below_itself"))])
             after = _merged(before, fields)
             if after != before:
                 await self._write("changed", current, {agent_id: after}, version)
@@ -439,7 +441,7 @@ class AgentDefinitions:
             if new.id in taken or await self._is_taken(new.id):
                 raise Refused("id_taken", f"the id {one_line(new.id)!r} is taken: choose another, or leave it out")
             if wrong := check_id(new.id):
-                raise Refused("agent_invalid", f"{one_line(new.id)}: {wrong}")
+                raise _invalid([Problem(one_line(new.id), wrong)])
             return new.id
         base = slug(str(new.fields.get("name") or ""))
         number = 1

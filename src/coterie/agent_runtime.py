@@ -60,6 +60,7 @@ from coterie.llm.providers.openai import OpenAIService
 from coterie.llm.routing import CapabilityRouter, ContentAdapter
 from coterie.llm.service import Capabilities, LLMService, PermanentError, Sampling, UnknownService
 from coterie.messages import PERSON, Payload, Receipt
+from coterie.problem_texts import ProblemText
 from coterie.redaction import find_secrets
 from coterie.running_configuration import RunningConfiguration
 from coterie.store import Event
@@ -328,9 +329,8 @@ class AgentRuntime:
         return (self._config.limits.tokens_per_day, first, *map(self.services.get, first.fallback))
 
     def _terminated_but_described(self) -> Sequence[Problem]:
-        message = "was terminated and stays so: remove it from the file, or use another id for a new agent"
         terminated = sorted(agent_id for agent_id in self._configured_ids if self.directory.is_terminated(agent_id))
-        return [Problem(f"coterie.toml: agents.{agent_id}", message) for agent_id in terminated]
+        return [Problem(f"coterie.toml: agents.{agent_id}", ProblemText("agent_terminated")) for agent_id in terminated]
 
     async def stop_claiming(self) -> None:
         await self._scheduler.stop_claiming()
@@ -563,14 +563,19 @@ def read_profiles(config: Config, folder: SocietyFolder) -> tuple[Sequence[Profi
             profile = _profile(entry, folder)
         except OSError as error:
             location = f"coterie.toml: agents.{entry.id}.prompt_file"
-            problems.append(Problem(location, f"{entry.prompt_file} cannot be read: {error.strerror}"))
+            problems.append(
+                Problem(location, ProblemText("unreadable_file", name=entry.prompt_file, why=error.strerror))
+            )
             continue
         try:
             profiles.append(_with_answer_schema(profile, entry, folder))
-        except (OSError, WrongSchema) as error:
+        except OSError as error:
             location = f"coterie.toml: agents.{entry.id}.answer_schema"
-            unreadable = f"{entry.answer_schema} cannot be read: {getattr(error, 'strerror', '')}"
-            problems.append(Problem(location, unreadable if isinstance(error, OSError) else str(error)))
+            problems.append(
+                Problem(location, ProblemText("unreadable_file", name=entry.answer_schema, why=error.strerror))
+            )
+        except WrongSchema as error:
+            problems.append(Problem(f"coterie.toml: agents.{entry.id}.answer_schema", error.text))
     return profiles, problems
 
 
@@ -599,8 +604,7 @@ def _rules(config: Config, directory: AgentDirectory) -> Rules:
 
 
 def _not_described(agent_id: str) -> Problem:
-    message = "is no longer described: it keeps its mail and answers when it is put back; to end it, terminate it"
-    return Problem(f"coterie.toml: agents.{agent_id}", message)
+    return Problem(f"coterie.toml: agents.{agent_id}", ProblemText("agent_not_described"))
 
 
 def _profile(entry: AgentEntry, folder: SocietyFolder) -> Profile:

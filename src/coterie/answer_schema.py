@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from coterie.problem_texts import ProblemText
 from coterie.text import one_line
 
 MAX_SCHEMA_BYTES = 100_000
@@ -16,6 +17,10 @@ _FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*)\n```", re.S)
 
 class WrongSchema(ValueError):
     """There is no usable JSON schema; the message says why and names the file."""
+
+    def __init__(self, text: ProblemText) -> None:
+        self.text = text
+        super().__init__(text)
 
 
 class WrongAnswer(ValueError):
@@ -37,17 +42,17 @@ def read_answer_schema(value: str, folder: Path) -> str:
     is_text = is_schema_text(value)
     name = "the schema" if is_text else value
     if (len(value) if is_text else (folder / value).stat().st_size) > MAX_SCHEMA_BYTES:
-        raise WrongSchema(f"{name} has more than {MAX_SCHEMA_BYTES:,} bytes")
+        raise WrongSchema(ProblemText("schema_too_large", name=name, most=f"{MAX_SCHEMA_BYTES:,}"))
     try:
         schema = json.loads(value if is_text else (folder / value).read_bytes())
     except ValueError as error:
-        raise WrongSchema(f"{name} is no JSON: {one_line(str(error))}") from None
+        raise WrongSchema(ProblemText("schema_not_json", name=name, why=one_line(str(error)))) from None
     if not isinstance(schema, dict) or schema.get("type") != "object":
-        raise WrongSchema(f'{name} expected a JSON schema with "type": "object"')
+        raise WrongSchema(ProblemText("schema_not_object", name=name))
     try:
         jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator).check_schema(schema)
     except jsonschema.SchemaError as error:
-        raise WrongSchema(f"{name} is no JSON schema: {one_line(error.message)}") from None
+        raise WrongSchema(ProblemText("schema_invalid", name=name, why=one_line(error.message))) from None
     return json.dumps(schema, ensure_ascii=False)
 
 

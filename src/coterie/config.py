@@ -26,6 +26,7 @@ from coterie.files import write_private
 from coterie.llm.json_node import is_number
 from coterie.llm.service import MAX_TEMPERATURE, check_effort, check_extra_body
 from coterie.messages import RESERVED_IDS
+from coterie.problem_texts import ProblemText
 from coterie.push_configs import is_allowed
 from coterie.store_url import SQLITE, is_postgres_url
 from coterie.tasks import Budget
@@ -37,93 +38,94 @@ STORE_VARIABLE = "COTERIE_STORE"
 
 # Settings and their checks
 
-Check = Callable[[Any], str | None]
+Check = Callable[[Any], ProblemText | None]
 """Returns what was expected if the value is wrong, else None."""
 
 
-def _is(kind: type, description: str) -> Check:
-    return lambda value: None if type(value) is kind else f"expected {description}"
+def _boolean(value: Any) -> ProblemText | None:
+    return None if type(value) is bool else ProblemText("expected_boolean")
 
 
 def _integer(least: int, most: int = 2**53) -> Check:
-    def check(value: Any) -> str | None:
-        if type(value) is not int or not least <= value <= most:
-            upper = f" to {most}" if most < 2**53 else " or more"
-            return f"expected a whole number, {least}{upper}"
-        return None
+    def check(value: Any) -> ProblemText | None:
+        if type(value) is int and least <= value <= most:
+            return None
+        if most < 2**53:
+            return ProblemText("expected_integer_between", least=least, most=most)
+        return ProblemText("expected_integer", least=least)
 
     return check
 
 
 def _number(most: float) -> Check:
-    def check(value: Any) -> str | None:
-        return None if is_number(value, most) else f"expected a number, 0 to {most:g}"
+    def check(value: Any) -> ProblemText | None:
+        return None if is_number(value, most) else ProblemText("expected_number", most=f"{most:g}")
 
     return check
 
 
-def _extra_body(value: Any) -> str | None:
-    return check_extra_body(value, "a table")
+def _extra_body(value: Any) -> ProblemText | None:
+    return check_extra_body(value) if isinstance(value, dict) else ProblemText("expected_table")
 
 
 def _one_of(*choices: str) -> Check:
     names = " or ".join(f'"{choice}"' for choice in choices)
-    return lambda value: None if value in choices else f"expected {names}"
+    return lambda value: None if value in choices else ProblemText("expected_choice", choices=names)
 
 
-def _strings(value: Any) -> str | None:
+def _strings(value: Any) -> ProblemText | None:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return None
-    return "expected a list of strings"
+    return ProblemText("expected_strings")
 
 
-def _networks(value: Any) -> str | None:
+def _networks(value: Any) -> ProblemText | None:
     try:
         if isinstance(value, list) and all(isinstance(item, str) and ip_network(item, strict=False) for item in value):
             return None
     except ValueError:
         pass
-    return 'expected a list of addresses or networks such as "127.0.0.1" or "10.0.0.0/8"'
+    return ProblemText("expected_networks")
 
 
-def _addresses(value: Any) -> str | None:
+def _addresses(value: Any) -> ProblemText | None:
     if isinstance(value, list) and all(isinstance(item, str) and is_allowed(item, [item]) for item in value):
         return None
-    return 'expected a list of addresses such as "https://example.org/hooks"'
+    return ProblemText("expected_addresses")
 
 
-def _table_of_strings(value: Any) -> str | None:
+def _table_of_strings(value: Any) -> ProblemText | None:
     if isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
         return None
-    return "expected a table of strings"
+    return ProblemText("expected_string_table")
 
 
-def _card_url(value: Any) -> str | None:
+def _card_url(value: Any) -> ProblemText | None:
     if isinstance(value, str) and re.fullmatch(r"https?://[^\s/?#@]+[^\s?#@]*", value):
         return None
-    return 'expected the address of an agent card such as "https://example.org/.well-known/agent-card.json"'
+    return ProblemText("expected_card")
 
 
-def _mcp_url(value: Any) -> str | None:
+def _mcp_url(value: Any) -> ProblemText | None:
     if isinstance(value, str) and (re.match(r"https?://[^\s/?#]", value) or "${" in value):
         return None
-    return 'expected an address such as "https://example.org/mcp"'
+    return ProblemText("expected_mcp_url")
 
 
-def _store_url(value: Any) -> str | None:
+def _store_url(value: Any) -> ProblemText | None:
     if value == SQLITE or (isinstance(value, str) and is_postgres_url(value)):
         return None
-    return 'expected "sqlite" or "postgresql://user@host/name"'
+    return ProblemText("expected_store")
 
 
-_string = _is(str, "a string")
+def _string(value: Any) -> ProblemText | None:
+    return None if type(value) is str else ProblemText("expected_string")
 
 
 def _text(most: int) -> Check:
-    def check(value: Any) -> str | None:
-        if isinstance(value, str) and len(value) <= most:
-            return None
-        return f"expected a string of at most {most} characters"
+    def check(value: Any) -> ProblemText | None:
+        is_short = isinstance(value, str) and len(value) <= most
+        return None if is_short else ProblemText("expected_short_string", most=most)
 
     return check
 
@@ -202,7 +204,7 @@ class LimitSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArtifactSettings:
-    shared: bool = _setting(False, _is(bool, "true or false"))
+    shared: bool = _setting(False, _boolean)
     """Every agent may read every file."""
 
 
@@ -210,11 +212,11 @@ class ArtifactSettings:
 class DoorSettings:
     """Protocols that programs may use to reach agents, with the owner's token or a key of their own."""
 
-    openai: bool = _setting(True, _is(bool, "true or false"))
+    openai: bool = _setting(True, _boolean)
     """OpenAI's API under /v1."""
-    mcp: bool = _setting(True, _is(bool, "true or false"))
+    mcp: bool = _setting(True, _boolean)
     """The MCP server at /mcp."""
-    a2a: bool = _setting(True, _is(bool, "true or false"))
+    a2a: bool = _setting(True, _boolean)
     """Agent cards and A2A under /a2a."""
     push: tuple[str, ...] = _setting((), _addresses)
     """Addresses to which push notifications of A2A may go, and all below them."""
@@ -276,7 +278,7 @@ class McpEntry:
     """Patterns of tools whose calls a person must approve."""
     roots: tuple[str, ...] = _setting((), _strings)
     """Folders that the server is asked to work in (MCP roots)."""
-    sampling: bool = _setting(False, _is(bool, "true or false"))
+    sampling: bool = _setting(False, _boolean)
     """The server may ask the model of an agent that calls it. The tokens count as the agent's."""
 
 
@@ -349,7 +351,7 @@ def read_config(folder: Path, text: str | None = None, environ: Mapping[str, str
     table = _parse(folder / CONFIG_FILE, text)
     if (url := environ.get(STORE_VARIABLE)) and isinstance(store := table.get("store", {}), dict):
         if wrong := _store_url(url):
-            raise ConfigError([Problem(STORE_VARIABLE, wrong + _got("store.url", url), fatal=True)])
+            raise ConfigError([Problem(STORE_VARIABLE, wrong.with_got(_got("store.url", url)), fatal=True)])
         table["store"] = store | {"url": url}
     return parse_config(table, folder)
 
@@ -380,17 +382,17 @@ def _parse(path: Path, text: str | None) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):  # a file instead of the folder: `SocietyFolder.create` says so
         return {}
     except UnicodeDecodeError as error:
-        raise ConfigError([Problem(CONFIG_FILE, f"is not UTF-8 text (byte {error.start})", fatal=True)]) from error
+        raise ConfigError([Problem(CONFIG_FILE, ProblemText("not_utf8"), fatal=True)]) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError([Problem(CONFIG_FILE, f"cannot be read: {error}", fatal=True)]) from error
+        raise ConfigError([Problem(CONFIG_FILE, ProblemText("unreadable", why=error), fatal=True)]) from error
     except OSError as error:
-        raise ConfigError([Problem(CONFIG_FILE, f"cannot be read: {error.strerror}", fatal=True)]) from error
+        raise ConfigError([Problem(CONFIG_FILE, ProblemText("unreadable", why=error.strerror), fatal=True)]) from error
 
 
 def _read_section(kind: type, path: str, table: Any, problems: list[Problem], *, fatal: bool, **known: Any) -> Any:
     """An instance of `kind` from the valid keys of `table`. Adds a problem for each invalid key."""
     if not isinstance(table, dict):
-        problems.append(_problem(path, f"expected a table [{path}]{_got(path, table)}", fatal))
+        problems.append(_problem(path, ProblemText("expected_table_of", path=path, got=_got(path, table)), fatal))
         return kind(**known)
     checks = {f.name: f.metadata["check"] for f in fields(kind) if "check" in f.metadata}
     sections = {f.name: f.metadata["section"] for f in fields(kind) if "section" in f.metadata}
@@ -400,7 +402,7 @@ def _read_section(kind: type, path: str, table: Any, problems: list[Problem], *,
         elif key not in checks:
             problems.append(_unknown_key(f"{path}.{key}", key, {*checks, *sections}))
         elif wrong := checks[key](value):
-            problems.append(_problem(f"{path}.{key}", wrong + _got(f"{path}.{key}", value), fatal))
+            problems.append(_problem(f"{path}.{key}", wrong.with_got(_got(f"{path}.{key}", value)), fatal))
         else:
             known[key] = _to_setting(value)
     return kind(**known)
@@ -409,7 +411,7 @@ def _read_section(kind: type, path: str, table: Any, problems: list[Problem], *,
 def _read_entries(kind: type, path: str, table: Any, problems: list[Problem]) -> list[Any]:
     """The named tables under `path`. Skips an entry with a problem other than an unknown key."""
     if not isinstance(table, dict):
-        problems.append(_problem(path, f"expected tables such as [{path}.name]{_got(path, table)}", True))
+        problems.append(_problem(path, ProblemText("expected_tables", path=path, got=_got(path, table)), True))
         return []
     entries = []
     for name, value in table.items():
@@ -418,7 +420,7 @@ def _read_entries(kind: type, path: str, table: Any, problems: list[Problem]) ->
             own.append(_problem(f"{path}.{name}", wrong, False))
         entry = _read_section(kind, f"{path}.{name}", value, own, fatal=False, id=name)
         problems += own
-        if all(problem.message.startswith("unknown key") for problem in own):
+        if all(problem.code == "unknown_key" for problem in own):
             entries.append(entry)
     return entries
 
@@ -427,8 +429,8 @@ def _read_agents(table: Any, folder: Path, problems: list[Problem]) -> tuple[Age
     agents = []
     for entry in _read_entries(AgentEntry, "agents", table, problems):
         if entry.prompt_file and not (folder / entry.prompt_file).is_file():
-            message = f"there is no file {entry.prompt_file!r} in the folder"
-            problems.append(_problem(f"agents.{entry.id}.prompt_file", message, False))
+            missing = ProblemText("missing_file", name=entry.prompt_file)
+            problems.append(_problem(f"agents.{entry.id}.prompt_file", missing, False))
             continue
         if entry.answer_schema and (wrong := check_schema(entry.answer_schema, folder)):
             problems.append(_problem(f"agents.{entry.id}.answer_schema", wrong, False))
@@ -437,19 +439,19 @@ def _read_agents(table: Any, folder: Path, problems: list[Problem]) -> tuple[Age
     known = {agent.id for agent in agents}
     for agent in agents:
         if agent.parent and agent.parent not in known:
-            hint = _suggest(agent.parent, known)
-            problems.append(_problem(f"agents.{agent.id}.parent", f"there is no agent {agent.parent!r}{hint}", False))
+            unknown = ProblemText("unknown_agent", name=agent.parent, meant=closest_match(agent.parent, known))
+            problems.append(_problem(f"agents.{agent.id}.parent", unknown, False))
     return tuple(agents)
 
 
-def check_schema(value: str, folder: Path) -> str | None:
+def check_schema(value: str, folder: Path) -> ProblemText | None:
     """What is wrong with the value of `answer_schema`; None if it can be used."""
     try:
         read_answer_schema(value, folder)
     except OSError as error:
-        return f"{value} cannot be read: {error.strerror}"
+        return ProblemText("unreadable_file", name=value, why=error.strerror)
     except WrongSchema as error:
-        return str(error)
+        return error.text
     return None
 
 
@@ -457,11 +459,11 @@ def _read_mcp(table: Any, problems: list[Problem]) -> list[McpEntry]:
     servers = []
     for entry in _read_entries(McpEntry, "mcp", table, problems):
         if bool(entry.command) == bool(entry.url):
-            got = "both" if entry.url else "neither"
-            problems.append(_problem(f"mcp.{entry.id}", f"expected a command or a url, got {got}", False))
+            wrong = ProblemText("expected_command_or_url_only" if entry.url else "expected_command_or_url")
+            problems.append(_problem(f"mcp.{entry.id}", wrong, False))
             continue
         if entry.headers and not entry.url:
-            problems.append(_problem(f"mcp.{entry.id}.headers", "only a server with a url has headers: use env", False))
+            problems.append(_problem(f"mcp.{entry.id}.headers", ProblemText("headers_without_url"), False))
         servers.append(entry)
     return servers
 
@@ -469,33 +471,28 @@ def _read_mcp(table: Any, problems: list[Problem]) -> list[McpEntry]:
 def _read_remote(table: Any, taken: set[str], problems: list[Problem]) -> Iterator[RemoteEntry]:
     for entry in _read_entries(RemoteEntry, "remote", table, problems):
         if entry.id in taken:
-            problems.append(_problem(f"remote.{entry.id}", "there is an agent with this id: choose another", False))
+            problems.append(_problem(f"remote.{entry.id}", ProblemText("taken_id"), False))
         elif not entry.card:
-            problems.append(_problem(f"remote.{entry.id}.card", "expected the address of its agent card", False))
+            problems.append(_problem(f"remote.{entry.id}.card", ProblemText("expected_some_card"), False))
         else:
             yield entry
 
 
-def check_id(name: str) -> str | None:
+def check_id(name: str) -> ProblemText | None:
     """What is wrong with the id of an agent or MCP server; None if nothing is."""
     if name in RESERVED_IDS:
-        return f'the id "{name}" is taken: choose another'
+        return ProblemText("reserved_id", name=name)
     if not AGENT_ID.fullmatch(name):
-        return "an id is 1 to 64 of a-z, 0-9, _ and -, beginning with a letter or digit"
+        return ProblemText("wrong_id")
     return None
 
 
 def _unknown_key(path: str, key: str, known: set[str]) -> Problem:
-    return _problem(path, f"unknown key{_suggest(key, known)}", False)
+    return _problem(path, ProblemText("unknown_key", meant=closest_match(key, known)), False)
 
 
-def _problem(path: str, message: str, fatal: bool) -> Problem:
-    return Problem(f"{CONFIG_FILE}: {path}", message, fatal)
-
-
-def _suggest(word: str, known: set[str]) -> str:
-    match = closest_match(word, known)
-    return f', did you mean "{match}"?' if match else ""
+def _problem(path: str, text: ProblemText, fatal: bool) -> Problem:
+    return Problem(f"{CONFIG_FILE}: {path}", text, fatal)
 
 
 def _to_setting(value: Any) -> Any:
@@ -504,13 +501,13 @@ def _to_setting(value: Any) -> Any:
     return to_storable(value) if isinstance(value, str) else value
 
 
-def _got(path: str, value: Any) -> str:
+def _got(path: str, value: Any) -> str | None:
     """The wrong value for the message, without secrets: fields of MCP and remote and `store.url` may hold one."""
     if path.split(".")[0] in ("mcp", "remote"):
-        return ""
+        return None
     if path == "store.url" and isinstance(value, str):
         value = re.sub(r":(?!//).*@", ":***@", value.partition("?")[0])
-    return f", got {_quote(value)}"
+    return _quote(value)
 
 
 def _quote(value: Any) -> str:
@@ -539,14 +536,12 @@ def changes_needing_restart(current: Config, read: Config) -> list[Problem]:
     """One problem for each section whose change takes effect only at the next start."""
     merged = merge_reloaded(current, read)
     changed = [name for name in ("server", "store", "mcp") if getattr(merged, name) != getattr(read, name)]
-    return [Problem(f"{CONFIG_FILE}: {name}", "the change takes effect at the next start") for name in changed]
+    return [Problem(f"{CONFIG_FILE}: {name}", ProblemText("next_start")) for name in changed]
 
 
 def unknown_service(agent: str, service: str, known: Sequence[str]) -> Problem:
-    hint = _suggest(service, set(known))
-    return Problem(
-        f"{CONFIG_FILE}: agents.{agent}.service", f'there is no service "{service}" in llmservices.json{hint}'
-    )
+    text = ProblemText("unknown_service_of_agent", name=service, meant=closest_match(service, set(known)))
+    return Problem(f"{CONFIG_FILE}: agents.{agent}.service", text)
 
 
 # The society's folder

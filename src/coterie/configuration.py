@@ -24,6 +24,7 @@ from coterie.errors import ConfigError, Problem, Refused
 from coterie.files import replace_file, write_private
 from coterie.llm.config import SERVICES_FILE, ServiceRegistry, parse_json, parse_services, read_services_file
 from coterie.messages import PERSON
+from coterie.problem_texts import ProblemText
 from coterie.store import Store
 from coterie.text import one_line
 
@@ -120,7 +121,7 @@ class FileConfiguration:
         return self._version(), document_of(read_config(self._folder.path), self._folder)
 
     async def write(self, change: Change, expected_version: str | None = None) -> None:
-        raise ConfigError([Problem(CONFIG_FILE, "agents and limits are changed by editing this file", fatal=True)])
+        raise ConfigError([Problem(CONFIG_FILE, ProblemText("edited_by_hand"), fatal=True)])
 
     def services_json(self) -> bytes | None:
         return read_services_file(self._folder.path / SERVICES_FILE)
@@ -365,11 +366,7 @@ def _is_written_out(value: Any) -> bool:
 
 
 def _key_written_out(location: str) -> Problem:
-    message = (
-        "holds a key, and keys do not go to the database: write its name, as in ${MAIN_API_KEY}, and put"
-        " the key into the environment of each process"
-    )
-    return Problem(location, message, fatal=True)
+    return Problem(location, ProblemText("key_written_out"), fatal=True)
 
 
 def _secrets_of(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -478,8 +475,4 @@ def _difference_problem(version: int, stored: Document, files: Document) -> Prob
     found = list(list_differences(stored, files))
     more = f" and {len(found) - MAX_NAMED_DIFFERENCES:,} more" if len(found) > MAX_NAMED_DIFFERENCES else ""
     named = "; ".join(found[:MAX_NAMED_DIFFERENCES])
-    message = (
-        f"the database has another configuration (version {version}), which counts ({named}{more}):"
-        " look at all differences with coterie apply --dry-run, and make these files count with coterie apply"
-    )
-    return Problem(f"{CONFIG_FILE}, {SERVICES_FILE}", message)
+    return Problem(f"{CONFIG_FILE}, {SERVICES_FILE}", ProblemText("files_differ", version=version, found=named + more))

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from coterie.problem_texts import ProblemText
+
 HTTP_STATUS = {
     "unknown_recipient": 404,
     "unknown_message": 404,
@@ -108,6 +110,17 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.location}: {self.message}"
+
+    @property
+    def code(self) -> str:
+        """What is wrong, for programs; empty if there is only a sentence."""
+        return self.message.code if isinstance(self.message, ProblemText) else ""
+
+    def to_dict(self, location: str | None = None) -> dict[str, Any]:
+        """The JSON object. `location`: instead of its own."""
+        body = {"place": self.location if location is None else location, "message": str(self.message)}
+        text = self.message
+        return body | {"code": text.code, "values": dict(text.values)} if isinstance(text, ProblemText) else body
 
 
 class ConfigError(CoterieError):

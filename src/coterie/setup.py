@@ -44,6 +44,7 @@ from coterie.llm.discovery import (
 from coterie.llm.gateway import MakeService
 from coterie.llm.json_node import UNKNOWN_KEY
 from coterie.llm.service import UnknownService
+from coterie.problem_texts import ProblemText
 from coterie.tour.provider import TOUR
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ _VIEW_KEYS = ("problems", "trial", "usedBy", "tour")
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _ENTRY_LOCATION = re.compile(r"services\[(\d+)\](?:\.(.*))?$")
 _INVALID_VALUE = "expected"
-"""First word of a problem that made the parser skip a value."""
+"""First word of the code of a problem that made the parser skip a value."""
 _DEFAULT_CAPABILITIES = {"input": ["text"], "output": ["text"]}
 
 Destination = tuple[str, str]
@@ -67,11 +68,11 @@ class ServicesDocument:
     def __init__(self, data: bytes | None) -> None:
         top = {} if data is None else parse_json(data)
         if not isinstance(top, dict):
-            raise _unusable("", "expected an object")
+            raise _unusable("", "expected_object")
         if top.get("services") is None:
             top["services"] = []
         if not isinstance(top["services"], list):
-            raise _unusable("services", "expected an array")
+            raise _unusable("services", "expected_array")
         self._top: dict[str, Any] = top
         self._services: list[Any] = top["services"]
 
@@ -170,9 +171,8 @@ def strip_derived(fields: Mapping[str, Any]) -> dict[str, Any]:
     return stripped
 
 
-def _unusable(path: str, message: str) -> ConfigError:
-    location = f"{SERVICES_FILE}: {path}" if path else SERVICES_FILE
-    return ConfigError([Problem(location, f"{message}: repair the file first", fatal=True)])
+def _unusable(path: str, code: str) -> ConfigError:
+    return ConfigError([Problem(f"{SERVICES_FILE}: {path}" if path else SERVICES_FILE, ProblemText(code), fatal=True)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ class ServiceView:
 
     def to_dict(self) -> dict[str, Any]:
         return self.entry.to_dict() | {
-            "problems": [{"place": problem.location, "message": problem.message} for problem in self.problems],
+            "problems": [problem.to_dict() for problem in self.problems],
             "trial": self.health and self.health.to_dict(),
             "usedBy": list(self.used_by),
             "tour": self.entry.provider == TOUR,
@@ -332,7 +332,7 @@ class Setup:
         """Validate a change without writing anything."""
         service_id = service_id.strip()
         if not service_id:
-            raise Refused("service_invalid", "id: expected a non-empty string")
+            raise _invalid(Problem("id", ProblemText("expected_text")))
         document, new_fields = self._read_document(), strip_derived(fields)
         old_key_name = document.key_name(service_id)
         given = new_fields.get("apiKey")
@@ -349,14 +349,12 @@ class Setup:
         in_headers = references({"headers": (document.entry(service_id) or {}).get("headers")})
         keeps_headers = before not in (None, after) and "headers" not in new_fields and in_headers
         if keeps_headers or (allowed_headers is not None and after not in allowed_headers):
-            message = "headers: they hold a key for another address; enter them again, or null to remove them"
-            raise Refused("service_invalid", message)
+            raise _invalid(Problem("headers", ProblemText("headers_elsewhere")))
         keeps_key = (
             before is not None and "apiKey" not in new_fields and (document.entry(service_id) or {}).get("apiKey")
         )
         if key is None and ((keeps_key and after != before) or (allowed is not None and after not in allowed)):
-            message = "key: it was entered for another address; enter the key again, or an empty one if none is needed"
-            raise Refused("service_invalid", message)
+            raise _invalid(Problem("key", ProblemText("key_elsewhere")))
         value = (key or "").strip()
         return _ServiceChange(
             document=document,
@@ -392,11 +390,11 @@ class Setup:
         entries, problems = parse_services(document.to_bytes(), key_lookup(self._environ, {**stored, **new_keys}))
         index = document.ids().index(service_id)
         own = [problem for problem in problems if _is_in_entry(problem, index)]
-        own = [problem for problem in own if not problem.message.startswith(UNKNOWN_KEY)]
-        wrong = own if new_keys else [problem for problem in own if problem.message.startswith(_INVALID_VALUE)]
+        own = [problem for problem in own if problem.code != UNKNOWN_KEY]
+        wrong = own if new_keys else [problem for problem in own if problem.code.startswith(_INVALID_VALUE)]
         entry = next((entry for entry in entries if entry.id == service_id), None)
         if wrong or entry is None:
-            raise Refused("service_invalid", "; ".join(map(_describe, wrong)) or "it cannot be used")
+            raise _invalid(*wrong)
         return entry
 
     async def _delete_unused_key(self, name: str | None, document: ServicesDocument) -> None:
@@ -436,7 +434,14 @@ def _is_in_entry(problem: Problem, index: int) -> bool:
     return match is not None and int(match[1]) == index
 
 
-def _describe(problem: Problem) -> str:
-    """The problem with the name of its field, without the file."""
-    match = _ENTRY_LOCATION.search(problem.location)
-    return f"{match[2]}: {problem.message}" if match and match[2] else problem.message
+def _invalid(*problems: Problem) -> Refused:
+    """`service_invalid` with the problems, whose places are the names of fields."""
+    places = [problem.to_dict(_field_of(problem.location)) for problem in problems]
+    named = [": ".join(filter(None, (one["place"], one["message"]))) for one in places]
+    return Refused("service_invalid", "; ".join(named) or "it cannot be used", problems=places)
+
+
+def _field_of(location: str) -> str:
+    """The name of the field without file and entry; empty for the entry itself."""
+    match = _ENTRY_LOCATION.search(location)
+    return (match[2] or "") if match else location

@@ -132,9 +132,9 @@ def test_unknown_keys_are_reported_with_the_closest_known_one_and_notes_are_not(
     services = read(entry(capabilites={"input": ["vision"]}, team="blue", topp=1, _note="x", **{"$schema": "y"}))
 
     assert problems(services) == [
-        'llmservices.json: services[0].capabilites: is not known; did you mean "capabilities"?',
+        'llmservices.json: services[0].capabilites: is not known, did you mean "capabilities"?',
         "llmservices.json: services[0].team: is not known",
-        'llmservices.json: services[0].topp: is not known; did you mean "topP"?',
+        'llmservices.json: services[0].topp: is not known, did you mean "topP"?',
     ]
     assert services.get("main") == read(entry()).get("main")
 
@@ -154,7 +154,7 @@ def test_a_fallback_that_does_not_exist_is_reported_and_the_others_stay() -> Non
     assert services.get("main").fallback == ("spare",)
     mine = [line for line in problems(services) if "fallback" in line]
     assert mine == [
-        'llmservices.json: services[0].fallback[0]: there is no service "spre"; did you mean "spare"?',
+        'llmservices.json: services[0].fallback[0]: there is no service "spre", did you mean "spare"?',
         "llmservices.json: services[0].fallback[1]: a service cannot be its own fallback",
         "llmservices.json: services[0].fallback[3]: expected a non-empty string, got 7",
         'llmservices.json: services[0].fallback[4]: there is no service "broken"',
@@ -326,7 +326,7 @@ def test_an_unknown_key_of_a_price_is_reported_and_the_rest_counts() -> None:
     services = read(entry(price={"input": 1, "output": 2, "cached_input": 0.5, "_from": "the price list"}))
 
     assert problems(services) == [
-        'llmservices.json: services[0].price.cached_input: is not known; did you mean "cachedInput"?'
+        'llmservices.json: services[0].price.cached_input: is not known, did you mean "cachedInput"?'
     ]
     assert services.get("main").price == Price(input=1, cached_input=1, output=2)
 

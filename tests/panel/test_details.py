@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from string import Formatter
 
 import pytest
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page, Route, expect
 
 from coterie.errors import HTTP_STATUS
+from coterie.problem_texts import SENTENCES
 from coterie.testing import Status
 from coterie.web import errors as web_errors
 from coterie.web.app import openapi_document
@@ -126,7 +128,7 @@ async def test_an_unreachable_server_is_reported_in_the_language_of_the_page(
 
 @pytest.mark.parametrize(
     ("locale", "reason"),
-    [("en-US", "every cannot be read"), ("zh-CN", "（无法识别这条重复规则。服务器说明：“every cannot be read")],
+    [("en-US", "every cannot be read"), ("zh-CN", "无法识别这条重复规则。可以写 15m、2 hours")],
     ids=["en-US", "zh-CN"],
 )
 async def test_a_refused_request_is_reported_in_the_language_of_the_page(
@@ -156,6 +158,44 @@ async def test_an_answer_of_a_proxy_is_reported_in_the_language_of_the_page(
     await page.goto(f"{panel.url}/#/a/ada")
     await page.set_input_files("input[type=file]", {"name": "a.txt", "mimeType": "text/plain", "buffer": b"hello"})
     await expect(page.locator(ui.CHIP)).to_have_attribute("title", re.compile(re.escape(said)))
+
+
+@pytest.mark.parametrize(
+    ("locale", "said", "listed"),
+    [
+        ("en-US", "temperature: expected a number, 0 to 2, got 9", 'unknown key, did you mean "role"?'),
+        ("zh-CN", "模型服务的设置无效：temperature：应为 0 到 2 之间的数字，实际为 9", "没有这个设置。是不是“role”？"),
+    ],
+    ids=["en-US", "zh-CN"],
+)
+async def test_wrong_settings_are_reported_in_the_language_of_the_page(
+    panel: Panel, locale: str, said: str, listed: str
+) -> None:
+    """Those of a file in the list of problems, and those of a refused change in the notice about it."""
+    file = panel.stage.folder / "coterie.toml"
+    file.write_text(f"{file.read_text()}\nrloe = 'Reader'\n")
+    await panel.society.reload()
+    page = await panel.open("#/setup", locale=locale)
+    panel.allow("422")
+    await expect(page.get_by_test_id("wrong-settings")).to_contain_text(listed)
+
+    async def add_temperature(route: Route) -> None:
+        await route.continue_(post_data=json.dumps({**(route.request.post_data_json or {}), "temperature": 9}))
+
+    await page.route("**/api/v1/services/main", add_temperature)
+    await page.locator('[data-service="main"]').get_by_role("button").nth(1).click()
+    await page.locator(".service-form button[type=submit]").click()
+    await expect(page.locator(ui.TOAST)).to_contain_text(said)
+
+
+def test_every_problem_of_a_setting_has_a_sentence_in_chinese() -> None:
+    chinese = json.loads((STATIC / "words" / "zh.json").read_text())
+    sentences = {key.removeprefix("config_"): text for key, text in chinese.items() if key.startswith("config_")}
+    assert set(sentences) - set(SENTENCES) == {"got", "meant"}
+    assert set(SENTENCES) - set(sentences) == set()
+    for code, sentence in SENTENCES.items():
+        holes = {name for _, name, _, _ in Formatter().parse(sentence) if name}
+        assert set(re.findall(r"(?<!\$)\{(\w+)\}", sentences[code])) == holes, code
 
 
 def test_every_error_of_the_api_has_a_sentence_in_each_language() -> None:

@@ -47,9 +47,8 @@ async def test_an_error_in_the_configuration_is_shown_until_it_is_mended(panel: 
     for page in (setup, talk):
         notice = page.get_by_test_id("banner-configuration")
         await expect(notice).to_contain_text(words("configRefused"))
-        await expect(notice).to_contain_text(
-            f"coterie.toml: cannot be read: Expected ']' at the end of a table declaration (at line {line}"
-        )
+        await expect(notice).to_contain_text(_unreadable(words.locale))
+        await expect(notice).to_contain_text(f"Expected ']' at the end of a table declaration (at line {line}")
         await page.reload()
         await expect(notice).to_contain_text(f"at line {line}")
     await expect(setup.locator(".inline-error")).to_contain_text(f"at line {line}")
@@ -58,12 +57,27 @@ async def test_an_error_in_the_configuration_is_shown_until_it_is_mended(panel: 
     await reload.click()
     for page in (setup, talk):
         notice = page.get_by_test_id("banner-configuration")
-        await expect(notice).to_contain_text("coterie.toml: limits.tool_seconds: expected a whole number")
+        await expect(notice).to_contain_text(_at_least_one(words.locale))
+    await expect(setup.get_by_test_id("wrong-settings")).to_contain_text("coterie.toml: limits.tool_seconds")
+    await setup.reload()
+    await expect(setup.get_by_test_id("wrong-settings").locator("li")).to_have_count(1)
 
     file.write_text(before)
     await reload.click()
     for page in (setup, talk):
         await expect(page.get_by_test_id("banner-configuration")).to_have_count(0)
+    await expect(setup.get_by_test_id("wrong-settings")).to_have_count(0)
+
+
+def _unreadable(locale: str) -> str:
+    return {"en-US": "coterie.toml: cannot be read:", "zh-CN": "coterie.toml：无法读取："}[locale]
+
+
+def _at_least_one(locale: str) -> str:
+    return {
+        "en-US": "coterie.toml: limits.tool_seconds: expected a whole number, 1 or more, got 0",
+        "zh-CN": "coterie.toml: limits.tool_seconds：应为不小于 1 的整数，实际为 0",
+    }[locale]
 
 
 async def test_a_problem_in_the_configuration_is_shown_from_the_start(browser: Browser, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from coterie.ids import id_for
 from coterie.llm.config import KeyLookup, key_lookup
 from coterie.llm.service import ToolSpec
 from coterie.plan import Effect
+from coterie.problem_texts import ProblemText
 from coterie.redaction import redact
 from coterie.text import one_line, to_storable
 
@@ -151,7 +152,7 @@ class McpServer:
                 await self._connect_once()
         except McpUnavailable as error:
             log.warning("%s", error)
-            return Problem(f"coterie.toml: mcp.{self.id}", str(error))
+            return Problem(f"coterie.toml: mcp.{self.id}", ProblemText("mcp_unavailable", why=error))
         return None
 
     async def refresh(self) -> Problem | None:

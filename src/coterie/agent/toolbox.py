@@ -36,6 +36,7 @@ from coterie.agent.tools import (
 from coterie.agent.user_tools import BLOCKED_AFTER, LoopCall, ToolLoops, bridge_context, run_in_process
 from coterie.errors import Problem
 from coterie.llm.service import ToolSpec
+from coterie.problem_texts import ProblemText
 from coterie.redaction import redact
 from coterie.text import closest_match, one_line
 
@@ -155,7 +156,7 @@ class Toolbox:
         for source, tools in self._sources.items():
             for tool in tools:
                 if tool.name in _RESERVED or self._tools.setdefault(tool.name, tool) is not tool:
-                    problems.append(Problem(source, f"the tool {tool.name} is left out: there is one of that name"))
+                    problems.append(Problem(source, ProblemText("tool_exists", name=tool.name)))
         self._allowed_tools.clear()
         self._model_specs.clear()
         self._given_names.clear()

@@ -62,6 +62,7 @@ from coterie.agent.tools import (
 )
 from coterie.errors import Problem
 from coterie.ids import id_for
+from coterie.problem_texts import ProblemText
 from coterie.text import one_line, to_storable
 
 log = logging.getLogger(__name__)
@@ -148,18 +149,18 @@ def _collect_tools(
 ) -> Iterable[Problem]:
     for tool in tools:
         if tool.name in reserved_names:
-            yield Problem(location, f"the tool {tool.name} is left out: a built-in tool has that name")
+            yield Problem(location, ProblemText("tool_is_built_in", name=tool.name))
             continue
         kept, where = found.setdefault(tool.name, (tool, location))
         if kept is not tool:  # a file that imports a tool of another file has the same object
-            yield Problem(location, f"the tool {tool.name} is left out: {where} has one of that name")
+            yield Problem(location, ProblemText("tool_is_in", name=tool.name, where=where))
 
 
 def _problem(file: Path, location: str, error: BaseException) -> Problem:
     line = _line(file, error)
     words = error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else safe_message(error)
     sentence = f"{type(error).__name__}: {one_line(to_storable(words), 300)}" if words else type(error).__name__
-    return Problem(f"{location}: line {line}" if line else location, f"cannot be loaded: {sentence}")
+    return Problem(f"{location}: line {line}" if line else location, ProblemText("not_loaded", why=sentence))
 
 
 def _line(file: Path, error: BaseException) -> int | None:

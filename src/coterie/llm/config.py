@@ -36,6 +36,7 @@ from coterie.llm.service import (
     check_effort,
     check_extra_body,
 )
+from coterie.problem_texts import ProblemText
 from coterie.redaction import mask
 from coterie.text import closest_match, one_line, to_storable
 
@@ -107,21 +108,21 @@ class SecretsFile:
         """Return the keys by name and the problems of the file. Problems never quote its content."""
         try:
             if self.path.stat().st_size > MAX_SECRETS_BYTES:
-                return {}, [self._problem(f"more than {MAX_SECRETS_BYTES:,} bytes; not read")]
+                return {}, [self._problem(ProblemText("too_large", most=f"{MAX_SECRETS_BYTES:,}"))]
             content = json.loads(self.path.read_bytes())
             is_exposed = is_readable_by_others(self.path)
         except FileNotFoundError:
             return {}, []
         except OSError as error:
-            return {}, [self._problem(f"cannot be read: {error.strerror}")]
+            return {}, [self._problem(ProblemText("unreadable", why=error.strerror))]
         except (ValueError, RecursionError):
-            return {}, [self._problem("is no JSON; delete it and enter the keys again")]
+            return {}, [self._problem(ProblemText("secrets_not_json"))]
         if not isinstance(content, dict):
-            return {}, [self._problem('expected an object such as {"NAME": "key"}')]
+            return {}, [self._problem(ProblemText("expected_secrets"))]
         keys = {name: key for name, key in content.items() if isinstance(key, str)}
-        problems = [self._problem("expected a string", f": {name}") for name in content if name not in keys]
+        problems = [self._problem(ProblemText("expected_string"), f": {name}") for name in content if name not in keys]
         if is_exposed:
-            problems.append(self._problem(f"others can read it; run: chmod 600 {self.path.name}"))
+            problems.append(self._problem(ProblemText("secrets_readable", name=self.path.name)))
         return keys, problems
 
     def put(self, name: str, key: str) -> None:
@@ -294,9 +295,7 @@ def parse_services(data: bytes, find_key: KeyLookup) -> tuple[Sequence[ServiceEn
     for node in top.child("services").items():
         entry = _entry(node, find_key)
         if entry and entry.id in by_id:
-            node.child("id").report(
-                f'"{entry.id}" is the id of {by_id[entry.id][1].path} already; the first one counts'
-            )
+            node.child("id").report(ProblemText("repeated_id", name=entry.id, where=by_id[entry.id][1].path))
         elif entry:
             by_id[entry.id] = entry, node
     first_priced = next((entry for entry, _ in by_id.values() if entry.price), None)
@@ -345,20 +344,20 @@ def _report_unknown(node: JsonNode, known: Collection[str]) -> None:
 
 def parse_json(data: bytes) -> object:
     if len(data) > MAX_SERVICES_BYTES:
-        _fatal(SERVICES_FILE, f"more than {MAX_SERVICES_BYTES:,} bytes; not read")
+        _fatal(SERVICES_FILE, ProblemText("too_large", most=f"{MAX_SERVICES_BYTES:,}"))
     try:
         # Editors on Windows add a byte order mark.
         return json.loads(data.decode("utf-8-sig"), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         before = data[: error.start]
         line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
-        _fatal(f"{SERVICES_FILE}: line {line} column {column}", "is not UTF-8 text")
+        _fatal(f"{SERVICES_FILE}: line {line} column {column}", ProblemText("not_utf8"))
     except json.JSONDecodeError as error:
-        _fatal(f"{SERVICES_FILE}: line {error.lineno} column {error.colno}", f"is no JSON: {error.msg}")
+        _fatal(f"{SERVICES_FILE}: line {error.lineno} column {error.colno}", ProblemText("not_json", why=error.msg))
     except RecursionError:
-        _fatal(SERVICES_FILE, "is nested too deeply")
+        _fatal(SERVICES_FILE, ProblemText("too_deep"))
     except ValueError as error:
-        _fatal(SERVICES_FILE, f"holds a number that cannot be read: {one_line(str(error))}")
+        _fatal(SERVICES_FILE, ProblemText("unreadable_number", why=one_line(str(error))))
 
 
 def _fatal(location: str, message: str) -> NoReturn:
@@ -408,7 +407,7 @@ def _entry(node: JsonNode, find_key: KeyLookup) -> ServiceEntry | None:
 def _id(node: JsonNode) -> str | None:
     text = node.required_text()
     if text and (len(text) > MAX_ID_LENGTH or not text.isprintable()):
-        node.report_expected(f"at most {MAX_ID_LENGTH} characters on one line")
+        node.report_expected("expected_line", most=MAX_ID_LENGTH)
         return None
     return text
 
@@ -419,10 +418,10 @@ def _base_url(node: JsonNode) -> str | None:
         return None
     # Problems do not quote the address: it may contain a key.
     if not _is_http_url(text):
-        node.report("expected an address such as http://127.0.0.1:1234/v1")
+        node.report(ProblemText("expected_url"))
         return None
     if any(mark in text for mark in "@?#"):
-        node.report('expected an address without user name, password or query; put the key into "apiKey"')
+        node.report(ProblemText("expected_plain_url"))
         return None
     return text.rstrip("/")
 
@@ -441,16 +440,16 @@ def _key(node: JsonNode, find_key: KeyLookup) -> tuple[Secret | None, str | None
     if value is None or value == "":
         return None, None
     if not isinstance(value, str) or ("${" in value and not _KEY_REFERENCE.fullmatch(value.strip())):
-        node.report('expected a reference such as "${MAIN_API_KEY}"')
+        node.report(ProblemText("expected_reference"))
         return None, "apiKey"
     reference = _KEY_REFERENCE.fullmatch(value.strip())
     name = reference[1] if reference else "apiKey"
     key = find_key(name) if reference else value.strip()
     if not key:
-        node.report(f"{name} is set neither in the environment nor in data/secrets.json")
+        node.report(ProblemText("missing_key", name=name))
         return None, name
     if not (key.isascii() and key.isprintable()):
-        node.report(f"the key in {name} contains invalid characters; copy it again")
+        node.report(ProblemText("broken_key", name=name))
         return None, name
     return Secret(key, name if reference else ""), None
 
@@ -460,25 +459,25 @@ def read_headers(node: JsonNode, find_key: KeyLookup) -> tuple[tuple[Header, ...
     if node.value is None:
         return (), None
     if not isinstance(node.value, dict):
-        node.report_expected("an object of header names and values")
+        node.report_expected("expected_headers")
         return (), None
     headers, missing = list[Header](), None
     for name, value in node.value.items():
         header = node.child(one_line(name, 40))
         if not _HEADER_NAME.fullmatch(name) or name.lower() in _OWN_HEADERS:
-            header.report("expected the name of an HTTP header that the runtime does not set itself")
+            header.report(ProblemText("expected_header"))
             continue
         if not isinstance(value, str) or "${" in _KEY_REFERENCE.sub("", value):
-            header.report('expected a string, with references such as "${TEAM_TOKEN}" for secrets')
+            header.report(ProblemText("expected_header_value"))
             continue
         secrets = {reference[1]: find_key(reference[1]) or "" for reference in _KEY_REFERENCE.finditer(value)}
         if absent := next((secret for secret, found in secrets.items() if not found), None):
-            header.report(f"{absent} is set neither in the environment nor in data/secrets.json")
+            header.report(ProblemText("missing_key", name=absent))
             missing = missing or absent
             continue
         text = _replace_references(value, secrets)
         if not (text.isascii() and text.isprintable()):
-            header.report("the value contains characters that an HTTP header cannot have")
+            header.report(ProblemText("broken_header"))
             continue
         headers.append(Header(name=name, value=Secret(text), secrets=tuple(secrets.values())))
     return tuple(headers), missing
@@ -491,14 +490,16 @@ def _replace_references(text: str, secrets: Mapping[str, str]) -> str:
 def _effort(node: JsonNode) -> str | None:
     wrong = None if node.value is None else check_effort(node.value)
     if wrong:
-        node.report(f"{wrong}, got {describe_value(node.value)}")
+        node.report(wrong.with_got(describe_value(node.value)))
     return node.value if isinstance(node.value, str) and not wrong else None
 
 
 def _extra_body(node: JsonNode) -> str:
-    wrong = None if node.value is None else check_extra_body(node.value, "an object")
+    if node.value is None:
+        return ""
+    wrong = check_extra_body(node.value) if isinstance(node.value, dict) else ProblemText("expected_object")
     if wrong:
-        node.report(f"{wrong}, got {describe_value(node.value)}")
+        node.report(wrong.with_got(describe_value(node.value)))
     return "" if wrong or not node.value else json.dumps(node.value, sort_keys=True)
 
 
@@ -527,12 +528,11 @@ def _type(node: JsonNode) -> str | None:
     if name is None or name in STANDARD_CAPABILITIES:
         return name
     suggestion = _OTHER_NAMES.get(name.lower()) or find_typo(name, STANDARD_CAPABILITIES)
-    hint = f'; did you mean "{suggestion}"?' if suggestion else ""
     if name != name.lower() or len(name) > MAX_ID_LENGTH or not name.isprintable() or " " in name:
-        node.report(f'expected a lower-case name without spaces, got "{one_line(name, 40)}"{hint}')
+        node.report(ProblemText("expected_capability", got=f'"{one_line(name, 40)}"', meant=suggestion))
         return None
     if suggestion:
-        node.report(f'"{name}" is treated as a custom type{hint}')
+        node.report(ProblemText("custom_capability", name=name, meant=suggestion))
     return name
 
 
@@ -554,13 +554,11 @@ def _fallback(entry_id: str, node: JsonNode, known: Collection[str]) -> tuple[st
         if name is None:
             continue
         if name == entry_id:
-            item.report("a service cannot be its own fallback")
+            item.report(ProblemText("own_fallback"))
         elif name in known:
             chosen[name] = None
         else:
-            suggestion = closest_match(name, set(known))
-            hint = f'; did you mean "{suggestion}"?' if suggestion else ""
-            item.report(f'there is no service "{one_line(name, 40)}"{hint}')
+            item.report(ProblemText("unknown_service", name=one_line(name, 40), meant=closest_match(name, set(known))))
     return tuple(chosen)
 
 
@@ -568,10 +566,8 @@ def _same_currency(price: Price | None, node: JsonNode, first: ServiceEntry | No
     """Return the price if its currency is that of the `first` service with a price: only then costs can be added."""
     if price is None or first is None or first.price is None or price.currency == first.price.currency:
         return price
-    node.child("price").child("currency").report(
-        f'expected "{first.price.currency}", the currency of service "{first.id}", got "{price.currency}":'
-        " all prices must have one currency; until then the cost of this service is unknown"
-    )
+    wrong = ProblemText("expected_same_currency", currency=first.price.currency, service=first.id, given=price.currency)
+    node.child("price").child("currency").report(wrong)
     return None
 
 
@@ -645,4 +641,6 @@ def read_services_file(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError([Problem(SERVICES_FILE, f"cannot be read: {error.strerror}", fatal=True)]) from error
+        raise ConfigError(
+            [Problem(SERVICES_FILE, ProblemText("unreadable", why=error.strerror), fatal=True)]
+        ) from error

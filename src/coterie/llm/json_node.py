@@ -9,12 +9,13 @@ from datetime import timedelta
 from typing import TypeGuard
 
 from coterie.errors import Problem
+from coterie.problem_texts import ProblemText
 from coterie.text import closest_match, one_line, to_storable
 
 MAX_SAFE_INTEGER = 2**53 - 1
 """The largest integer that every JSON parser reads exactly."""
-UNKNOWN_KEY = "is not known"
-"""First words of the problem of an unknown key, which has no effect."""
+UNKNOWN_KEY = "unknown_field"
+"""Code of the problem of an unknown key, which has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,34 +35,33 @@ class JsonNode:
         if self.value is None:
             return []
         if not isinstance(self.value, list):
-            self.report_expected("an array")
+            self.report_expected("expected_array")
             return []
         return [JsonNode(item, self.file, f"{self.path}[{i}]", self.problems) for i, item in enumerate(self.value)]
 
     def is_object(self, known: Collection[str]) -> bool:
         """True for an object. Reports unknown keys, except notes of the owner: those begin with "_" or "$"."""
         if not isinstance(self.value, dict):
-            self.report_expected("an object")
+            self.report_expected("expected_object")
             return False
         missing = [key for key in known if key not in self.value]
         for key in self.value:
             if key not in known and not key.startswith(("_", "$")):
                 suggestion = find_typo(key, missing) or closest_match(key, set(missing))
-                hint = f'; did you mean "{suggestion}"?' if suggestion else ""
-                self.child(one_line(key, 40)).report(f"{UNKNOWN_KEY}{hint}")
+                self.child(one_line(key, 40)).report(ProblemText(UNKNOWN_KEY, meant=suggestion))
         return True
 
     def required_text(self) -> str | None:
         if isinstance(self.value, str) and (text := to_storable(self.value).strip()):
             return text
-        self.report_expected("a non-empty string")
+        self.report_expected("expected_text")
         return None
 
     def optional_text(self) -> str:
         """Return the text, empty if absent."""
         if self.value is None or isinstance(self.value, str):
             return to_storable(self.value or "").strip()
-        self.report_expected("a string")
+        self.report_expected("expected_string")
         return ""
 
     def text_items(self) -> tuple[str, ...]:
@@ -76,22 +76,22 @@ class JsonNode:
         if isinstance(number, int) and not isinstance(number, bool) and least <= number <= MAX_SAFE_INTEGER:
             return number
         if number is not None:
-            self.report_expected(f"a whole number of at least {least}")
+            self.report_expected("expected_integer_least", least=least)
         return None
 
     def optional_number(self, most: float) -> float | None:
         if is_number(self.value, most):
             return self.value
         if self.value is not None:
-            self.report_expected(f"a number, 0 to {most:g}")
+            self.report_expected("expected_number", most=f"{most:g}")
         return None
 
     def milliseconds(self) -> timedelta | None:
         number = self.optional_integer()
         return None if number is None else timedelta(milliseconds=number)
 
-    def report_expected(self, what: str) -> None:
-        self.report(f"expected {what}, got {describe_value(self.value)}")
+    def report_expected(self, code: str, **values: object) -> None:
+        self.report(ProblemText(code, **values, got=describe_value(self.value)))
 
     def report(self, message: str) -> None:
         self.problems.append(Problem(f"{self.file}: {self.path}" if self.path else self.file, message))

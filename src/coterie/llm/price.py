@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from coterie.llm.json_node import MAX_SAFE_INTEGER, JsonNode, describe_value, is_number
+from coterie.llm.json_node import MAX_SAFE_INTEGER, JsonNode, is_number
 from coterie.llm.service import TokenUsage
 
 BILLION = 1_000_000_000
@@ -67,7 +67,7 @@ def read_price(node: JsonNode) -> Price | None:
 def _amount(node: JsonNode) -> float | None:
     if is_number(node.value, MAX_PRICE):
         return float(node.value)
-    node.report(f"expected the price of a million tokens, a number from 0, got {describe_value(node.value)}")
+    node.report_expected("expected_price")
     return None
 
 
@@ -76,5 +76,5 @@ def _currency(node: JsonNode) -> str | None:
         return DEFAULT_CURRENCY
     if isinstance(node.value, str) and _CURRENCY.fullmatch(node.value):
         return node.value
-    node.report_expected('three capital letters such as "USD"')
+    node.report_expected("expected_currency")
     return None

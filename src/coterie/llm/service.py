@@ -27,6 +27,7 @@ from msgspec import Struct
 
 from coterie.artifacts import ArtifactType
 from coterie.errors import CoterieError, Refused
+from coterie.problem_texts import ProblemText
 from coterie.text import one_line
 
 
@@ -141,23 +142,21 @@ class Sampling:
 DEFAULT_SAMPLING = Sampling()
 
 
-def check_effort(value: object) -> str | None:
+def check_effort(value: object) -> ProblemText | None:
     """Return what was expected of `reasoningEffort`; None if it is right. Services define their own names."""
     if isinstance(value, str) and re.fullmatch(r"[a-z][a-z0-9_-]*", value):
         return None
-    return "expected a word such as none, minimal, low, medium, high"
+    return ProblemText("expected_effort")
 
 
-def check_extra_body(value: Any, kind: str) -> str | None:
-    """Return what was expected of additional keys of a request; None if they are right. `kind`: the file's word."""
-    if not isinstance(value, dict):
-        return f"expected {kind}"
+def check_extra_body(value: Mapping[str, Any]) -> ProblemText | None:
+    """Return what was expected of additional keys of a request; None if they are right."""
     if reserved := next((key for key in _RESERVED if key in value), None):
-        return f'expected no "{reserved}", which the runtime sets itself'
+        return ProblemText("expected_no_key", key=reserved)
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
-        return "expected only values that JSON has"
+        return ProblemText("expected_json_values")
     return None
 
 

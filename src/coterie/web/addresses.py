@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from starlette.types import Scope
 
 from coterie.errors import ConfigError, Problem
+from coterie.problem_texts import ProblemText
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _ANY = ("0.0.0.0", "::", "")  # noqa: S104 - only compared with, not bound
@@ -87,8 +88,8 @@ def _public(url: str) -> tuple[str, str] | None:
     except ValueError:
         parts, port = urlsplit(""), None
     if port == 0 or parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
-        message = f'expected an address such as "https://coterie.example", got "{url}"'
-        raise ConfigError([Problem("coterie.toml: server.public_url", message, fatal=True)])
+        wrong = ProblemText("expected_public_url", got=f'"{url}"')
+        raise ConfigError([Problem("coterie.toml: server.public_url", wrong, fatal=True)])
     return parts.scheme, parts.netloc.rpartition("@")[2].lower()
 
 

@@ -47,10 +47,12 @@ def _or_unset(value: T | None) -> T | UnsetType:
 class ErrorPlace(Schema):
     place: str
     message: str
+    code: Annotated[str, Meta(description="What is wrong with a setting, for programs.")] | UnsetType = UNSET
+    values: Annotated[dict[str, str], Meta(description="In the sentence for the code.")] | UnsetType = UNSET
 
     @classmethod
     def of_all(cls, problems: Sequence[Problem]) -> list[Self]:
-        return [cls(place=problem.location, message=problem.message) for problem in problems]
+        return [msgspec.convert(problem.to_dict(), cls) for problem in problems]
 
 
 class ConfigurationState(Schema):
@@ -86,7 +88,12 @@ class ProblemDocument(Schema):
     code: Annotated[str, Meta(description="For programs.")]
     id: Annotated[str, Meta(description="`internal_error`: the incident's id in the log.")] | UnsetType = UNSET
     places: Annotated[list[ErrorPlace], Meta(description="`request_invalid`: wrong fields.")] | UnsetType = UNSET
-    problems: Annotated[list[ErrorPlace], Meta(description="`config_invalid`: wrong settings.")] | UnsetType = UNSET
+    problems: (
+        Annotated[
+            list[ErrorPlace], Meta(description="`config_invalid`, `service_invalid`, `agent_invalid`: wrong settings.")
+        ]
+        | UnsetType
+    ) = UNSET
     answer: Annotated[Answer, Meta(description="`already_answered`: the answer that counts.")] | UnsetType = UNSET
 
 

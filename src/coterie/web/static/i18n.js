@@ -35,7 +35,19 @@ export function t(key, values) {
  * Why a request failed, in the page's language. The server's own sentences are English: other languages have one for each
  * code, English only where the server's is for programs.
  */
-export const reasonOf = ({ status, code, detail }) => (status === 0 ? t('noAnswer') : words[`refused_${code}`] ? t(`refused_${code}`, { detail, status }) : detail);
+export function reasonOf({ status, code, detail, more }) {
+  if (status === 0) return t('noAnswer');
+  const why = more?.problems?.map((one) => [one.place, settingProblem(one)].filter(Boolean).join(t('colon'))).join(t('semicolon'));
+  return words[`refused_${code}`] ? t(`refused_${code}`, { detail: why || detail, status }) : detail;
+}
+
+/** What is wrong with a setting. English has the server's sentences, other languages one for each code. */
+export function settingProblem({ code, values, message }) {
+  if (!words[`config_${code}`]) return message;
+  let text = t(`config_${code}`, values);
+  if (values.got) text = t('config_got', { text, got: values.got });
+  return values.meant ? t('config_meant', { text, meant: values.meant }) : text;
+}
 
 // Formatting of times and sizes
 

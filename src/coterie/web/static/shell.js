@@ -2,7 +2,7 @@
 
 import { post } from './api.js';
 import { button, fill, h, icon, iconButton, setAttr, setText } from './dom.js';
-import { elapsed, keyNames, lang, otherLang, switchLang, t, wordsOf } from './i18n.js';
+import { elapsed, keyNames, lang, otherLang, settingProblem, switchLang, t, wordsOf } from './i18n.js';
 import { oops } from './notices.js';
 import { show } from './router.js';
 import { everySecond, isScripted, now, on, state, unreadTotal, upTo99 } from './state.js';
@@ -136,9 +136,9 @@ function banners() {
   const { applied, problems } = state.configuration;
   if (problems.length) {
     const what = t(applied ? 'configProblems' : 'configRefused');
-    const [{ place, message }] = problems;
+    const [first] = problems;
     told.push(h('p', { class: 'banner banner-warn', 'data-testid': 'banner-configuration' },
-      h('span', { class: 'banner-text' }, what, ' ', h('bdi', {}, `${place}: ${message.slice(0, 240)}`), problems.length > 1 && ` ${t('moreProblems', { n: problems.length - 1 })}`),
+      h('span', { class: 'banner-text' }, what, ' ', h('bdi', {}, `${first.place}${t('colon')}${settingProblem(first).slice(0, 240)}`), problems.length > 1 && ` ${t('moreProblems', { n: problems.length - 1 })}`),
       h('a', { href: '#/setup' }, t('setup'))));
   }
   const tour = [...state.agents.values()].some(isScripted);

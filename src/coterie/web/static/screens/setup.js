@@ -2,7 +2,7 @@
 
 import { del, get, post, put } from '../api.js';
 import { button, fill, h } from '../dom.js';
-import { bytes, count, t } from '../i18n.js';
+import { bytes, count, settingProblem, t } from '../i18n.js';
 import { oops, toast } from '../notices.js';
 import { on, resync, state } from '../state.js';
 import { settings } from './settings.js';
@@ -41,6 +41,7 @@ export function render(root) {
   const draw = () =>
     fill(
       body,
+      wrongSettings(),
       services(seen, { edit: (one) => edit(one, true), changed }),
       table(seen.items),
       offers(seen.offers, { use: (one) => edit(one, false), probe: () => load(true) }),
@@ -74,13 +75,20 @@ async function reload(load) {
   }
 }
 
+/** What is wrong with coterie.toml, llmservices.json, keys and tools, until it is mended. */
+function wrongSettings() {
+  const { applied, problems } = state.configuration;
+  if (!problems.length) return null;
+  return section('setup-wrong', t('setupConfiguration'), !applied && h('p', { text: t('configRefused') }),
+    h('ul', { class: 'items', 'data-testid': 'wrong-settings' }, problems.map((one) => h('li', { class: 'item inline-error', dir: 'auto' }, h('bdi', { class: 'item-head', text: one.place }), h('span', { text: settingProblem(one) })))));
+}
+
 // Configured services
 
 function services({ items }, doing) {
   return section(
     'setup-services',
     t('setupServices'),
-    state.configuration.problems.map((one) => h('p', { class: 'inline-error', dir: 'auto', text: `${one.place}: ${one.message}` })),
     items.map((one) => card(one, doing)),
   );
 }
@@ -102,7 +110,7 @@ function card(one, { edit, changed }) {
     !one.tour && h('p', { class: 'meta', dir: 'auto', text: `${one.model} · ${one.baseURL}` }),
     !one.tour && h('p', { class: 'meta', text: one.apiKey ? t('keyIs', { key: one.apiKey }) : t('keyNone') }),
     one.usedBy.length > 0 && h('p', { class: 'meta clamp', dir: 'auto', text: t('usedBy', { names: one.usedBy.map((id) => state.agents.get(id)?.name ?? id).join(t('comma')) }) }),
-    one.problems.map((problem) => h('p', { class: 'inline-error', dir: 'auto', text: problem.message })),
+    one.problems.map((problem) => h('p', { class: 'inline-error', dir: 'auto', text: settingProblem(problem) })),
     outcome,
     h('p', { class: 'item-foot' }, test, !one.tour && button({ class: 'plain-btn', text: t('edit'), 'aria-label': t('editThis', { name: one.name }), onclick: () => edit(one) }), !one.tour && remove),
   );
