@@ -579,8 +579,8 @@ class Overview(Protocol):
         """Unanswered messages with quick replies to the person, newest first."""
         ...
 
-    async def runs(self, page: Page, agent_id: str | None = None) -> Sequence[PlanRecord]:
-        """Tool runs and withdrawn plans, newest first."""
+    async def runs(self, page: Page, agent_id: str | None = None, words: str = "") -> Sequence[PlanRecord]:
+        """Tool runs and withdrawn plans, newest first; with `words`, those whose text contains all of them."""
         ...
 
     async def usage(self, since: datetime) -> Sequence[Usage]:

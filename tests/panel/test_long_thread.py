@@ -6,10 +6,14 @@ import asyncio
 
 from playwright.async_api import Page, Route, expect
 
+from coterie.testing import Calls, Says
 from tests.panel import ui
-from tests.panel.harness import Panel, eventually_in
+from tests.panel.harness import Panel, eventually_in, options_of
 
 MANY = 300
+HELD = "async () => (await import('/static/state.js')).state.messages.size"
+SHOWN = "async () => (await import('/static/state.js')).state.threads.get('ada').ids.length"
+MORE = 750
 
 GLIDED = """
 async () => {
@@ -92,6 +96,34 @@ async def test_the_first_message_can_be_reached_by_scrolling(panel: Panel) -> No
             break
 
     assert await page.evaluate(AT_FIRST), "the wheel ended before the first message"
+
+
+async def test_a_page_that_stays_open_holds_few_messages_and_reads_the_others_again(panel: Panel) -> None:
+    panel.server.script(Says("First I look.", calls=(Calls("look", {}),)), "Done")
+    await panel.stage.say("Look")
+    await panel.stage.state("ada", "idle")
+    question = await panel.send_as_agent("Which?", "one", "two")
+    page = await panel.open()
+    await expect(page.get_by_test_id("said")).to_be_visible()
+    for first in range(0, MORE, 25):
+        together = range(first, first + 25)
+        await asyncio.gather(*(panel.send_as_agent(f"Message {n}") for n in together))
+        await asyncio.gather(*(panel.send_as_agent(f"Aside {n}", by="bob", to="seer") for n in together))
+    await expect(ui.messages(page).last).to_contain_text(f"Message {MORE - 1}")
+    held = await page.evaluate(HELD)
+    assert held <= 1_300, held
+    assert await page.evaluate(SHOWN) < MORE
+
+    await page.locator(".thread").hover()
+    for _ in range(MANY):
+        await page.mouse.wheel(0, -20_000)
+        if await page.get_by_test_id("said").count():
+            break
+    await expect(page.get_by_test_id("said")).to_contain_text("First I look.")
+    await expect(page.get_by_test_id("runs")).to_be_visible()
+    assert await page.evaluate(SHOWN) == MORE + 3
+    await options_of(page, question).first.click()
+    await expect(ui.state_line(page, question)).not_to_be_empty()
 
 
 async def test_a_jump_renders_only_the_visible_messages(panel: Panel) -> None:

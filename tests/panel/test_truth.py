@@ -84,6 +84,41 @@ async def test_text_before_a_tool_call_stays_before_its_run(panel: Panel, words:
         await reopened(page)
 
 
+async def test_text_before_a_tool_call_can_be_quoted_linked_and_found(panel: Panel, words: Words) -> None:
+    panel.server.script(Says("First I **look**.", calls=(Calls("ring", {"name": "bell"}),)), "It rang.")
+    await panel.stage.say("Ring it")
+    await panel.stage.state("ada", "idle")
+    for n in range(120):
+        await panel.send_as_agent(f"Later {n}")
+    context = await panel.browser(locale=words.locale, permissions=["clipboard-read", "clipboard-write"])
+    page = await panel.open(context=context)
+    await expect(ui.messages(page).filter(has_text="Later 119")).to_be_visible()
+    await page.keyboard.press("Control+f")
+    await page.keyboard.insert_text("LOOK")
+    said = page.get_by_test_id("said")
+    await expect(page.get_by_test_id("find-count")).to_have_text(words("findCount", n=1, m=1))
+    await expect(said).to_be_in_viewport()
+    await page.wait_for_function("() => CSS.highlights.get('find-current')?.size === 1")
+    await page.get_by_test_id("find").press("Escape")
+
+    more = said.get_by_test_id("message-menu")
+    await more.click()
+    shown = page.get_by_role("menu").get_by_role("menuitem")
+    offered = [words(key) for key in ("copyText", "copyMarkdown", "copyLink", "quote")]
+    await expect(shown).to_have_text(offered)
+    await shown.nth(3).click()
+    await expect(page.locator(ui.COMPOSER)).to_have_value("> First I **look**.\n\n")
+    text = ""
+    for item, copied in ((0, "First I look."), (1, "First I **look**."), (2, f"{panel.url}/#/a/ada?m=")):
+        await more.click()
+        await shown.nth(item).click()
+        text = str(await page.evaluate("() => navigator.clipboard.readText()"))
+        assert text.startswith(copied)
+    other = await context.new_page()
+    await other.goto(text)
+    await expect(other.get_by_test_id("said")).to_be_in_viewport()
+
+
 async def test_what_was_sent_while_a_reply_streamed_stands_after_that_reply(panel: Panel, words: Words) -> None:
     page = await panel.open(locale=words.locale)
     held = HeldAnswer("The first answer")

@@ -47,9 +47,9 @@ async def advance(store: Society, claim: Claim, *events: ModelAnswered | CallEnd
     return claim
 
 
-def calls(*names: str) -> ModelAnswered:
+def calls(*names: str, text: str = "let me see") -> ModelAnswered:
     planned = tuple(PlannedCall(call=ToolCall(id="c", name=name, arguments={"n": 1})) for name in names)
-    return ModelAnswered(text="let me see", calls=planned, service="main")
+    return ModelAnswered(text=text, calls=planned, service="main")
 
 
 def texts(messages: Any) -> list[str]:
@@ -315,6 +315,20 @@ async def test_runs_are_plans_with_their_calls_newest_first(store: Society) -> N
     assert await store.runs(Page(), "ada") == shown
     assert await store.runs(Page(before=shown[0].seq), "ada") == shown[1:]
     assert await store.runs(Page(), "bob") == []
+
+
+async def test_runs_are_found_by_all_words_of_their_text_in_any_case(store: Society) -> None:
+    await say(store, "user", "ada")
+    claim = await work(store)
+    for text in ("I look at ÄPFEL", "I look at pears", ""):
+        claim = await advance(store, claim, calls("look", text=text), CallEnded(index=0, ok=True, result="1"))
+    every = await store.runs(Page())
+    assert [plan.text for plan in await store.runs(Page(), "ada", "LOOK äpfel")] == ["I look at ÄPFEL"]
+    found = await store.runs(Page(), words="look")
+    assert found == [plan for plan in every if plan.text]
+    assert await store.runs(Page(limit=1), "ada", "look") == found[:1]
+    assert await store.runs(Page(before=found[0].seq), "ada", "look") == found[1:]
+    assert await store.runs(Page(), "bob", "look") == []
 
 
 async def test_a_request_with_a_withdrawn_plan_counts_as_withdrawn(store: Society) -> None:

@@ -296,6 +296,8 @@ def _messages(db: Connection, sql: str) -> list[Message]:
     return [to_message(row) for row in db.execute(sql, {"limit": MAX_LISTED})]
 
 
+SEARCHED_PLANS = 500
+"""Plans that a search reads at once: texts are compared in Python, as PostgreSQL and SQLite fold case differently."""
 _PLAN_COLUMNS = "seq, agent_id, turn_no, step_no, text, outcome, interrupted_by, at, task"
 """Columns of `_PlanRow`."""
 _PLANS = f"SELECT {_PLAN_COLUMNS} FROM plans WHERE seq < :before ORDER BY seq DESC LIMIT :limit"
@@ -363,11 +365,19 @@ class _UsageRow(NamedTuple):
     estimated_tokens: int
 
 
-def read_runs(db: Connection, page: Page, agent_id: str | None) -> list[PlanRecord]:
-    sql = _PLANS if agent_id is None else _PLANS_OF
-    parameters = {"before": page.before or LAST_SEQ, "limit": page.limit, "agent_id": agent_id}
-    plans = db.execute(sql, parameters).fetchall()
-    return [_read_plan(db, _PlanRow._make(plan)) for plan in plans]
+def read_runs(db: Connection, page: Page, agent_id: str | None, words: str = "") -> list[PlanRecord]:
+    """`words`: only plans whose text contains all of them."""
+    sql, wanted = _PLANS if agent_id is None else _PLANS_OF, search_words(words)
+    limit = SEARCHED_PLANS if wanted else page.limit
+    before, found = page.before or LAST_SEQ, list[_PlanRow]()
+    while len(found) < page.limit:
+        parameters = {"before": before, "limit": limit, "agent_id": agent_id}
+        plans = [_PlanRow._make(row) for row in db.execute(sql, parameters).fetchall()]
+        found += [plan for plan in plans if all(word in plan.text.casefold() for word in wanted)]
+        if len(plans) < limit:
+            break
+        before = plans[-1].seq
+    return [_read_plan(db, plan) for plan in found[: page.limit]]
 
 
 def read_usage(db: Connection, since: int) -> list[Usage]:

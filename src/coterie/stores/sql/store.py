@@ -155,8 +155,8 @@ class SqlOverview(SqlDatabase):
     async def open_questions(self, agent_id: str | None = None, limit: int = MAX_LISTED) -> Sequence[Message]:
         return await self._read(lambda db: queries.read_open_questions(db, agent_id, limit))
 
-    async def runs(self, page: Page, agent_id: str | None = None) -> Sequence[PlanRecord]:
-        return await self._read(lambda db: queries.read_runs(db, page, agent_id))
+    async def runs(self, page: Page, agent_id: str | None = None, words: str = "") -> Sequence[PlanRecord]:
+        return await self._read(lambda db: queries.read_runs(db, page, agent_id, words))
 
     async def usage(self, since: datetime) -> Sequence[Usage]:
         return await self._read(lambda db: queries.read_usage(db, to_ms(since)))

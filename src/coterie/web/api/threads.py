@@ -143,6 +143,7 @@ class Run(Schema):
     outcome: Literal["open", "closed", "withdrawn"]
     interrupted_by: str | None
     at: Time
+    position: Annotated[str, Meta(description="As `before`: the list continues after this plan.")]
     task: str | None
     calls: list[ToolCall]
 
@@ -157,6 +158,7 @@ class Run(Schema):
             outcome=plan.outcome,
             interrupted_by=plan.interrupted_by,
             at=to_rfc3339(plan.at) or "",
+            position=str(plan.seq),
             task=plan.task,
             calls=[
                 ToolCall(
@@ -335,9 +337,14 @@ async def search_messages(
 
 @router.get("/runs", tags=["overview"], summary="List tool runs and withdrawn plans, newest first")
 async def list_runs(
-    society: SocietyDep, agent: Id | None = None, before: Cursor | None = None, limit: Limit = 50
+    society: SocietyDep,
+    agent: Id | None = None,
+    q: Annotated[str, Meta(max_length=500)] = "",
+    before: Cursor | None = None,
+    limit: Limit = 50,
 ) -> RunPage:
-    plans = await society.store.runs(Page(before=position(before, "before"), limit=limit), agent)
+    """With `q`, those whose text contains all words."""
+    plans = await society.store.runs(Page(before=position(before, "before"), limit=limit), agent, q)
     return RunPage(items=[Run.of(plan) for plan in plans], next=str(plans[-1].seq) if len(plans) == limit else None)
 
 

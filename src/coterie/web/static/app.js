@@ -38,6 +38,7 @@ async function boot() {
     import('./stream.js'),
     import('./keyboard.js'),
     import('./inspector.js'),
+    import('./trim.js'),
   ]);
   stream.start();
   for (const each of [notices, ...rest]) each.start();

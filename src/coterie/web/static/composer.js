@@ -5,7 +5,7 @@ import { stop, stopping } from './agents_list.js';
 import { newId, send } from './api.js';
 import { dayAndTime, reasonOf, t } from './i18n.js';
 import { toast } from './notices.js';
-import { approvalOf, confirmLocal, dropLocal, isOpen, keptAs, localOf, now, on, openQuestions, plainText, putLocal, state, textOf, touch } from './state.js';
+import { approvalOf, confirmLocal, dropLocal, holders, isOpen, keptAs, localOf, now, on, openQuestions, plainText, putLocal, state, textOf, touch } from './state.js';
 import { agentPath, go } from './router.js';
 import { small, takeEarly } from './shell.js';
 import { mountStrip, waitingFor, withdraw } from './waiting.js';
@@ -297,6 +297,8 @@ export function mountComposer(root, agent) {
   addEventListener('storage', follow);
   const focus = () => text.focus();
   shown = { agent, refill, add, focus };
+  const held = () => [draft.replyTo].filter(Boolean);
+  holders.add(held);
   return {
     replyTo,
     refill,
@@ -308,6 +310,7 @@ export function mountComposer(root, agent) {
       shown = null;
       removeEventListener('storage', follow);
       if (tray?.leave()) handedTo.add(agent);
+      holders.delete(held);
       ends.forEach((end) => end());
     },
   };

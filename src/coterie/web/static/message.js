@@ -38,9 +38,7 @@ export function messageView(item, acts) {
   }
 
   if (first.id && acts?.replyTo) {
-    const more = button({ class: 'icon-btn msg-reply msg-more', 'aria-label': t('messageMenu'), title: t('messageMenu'), 'aria-haspopup': 'menu', 'data-testid': 'message-menu',
-      onclick: () => import('./screens/message_menu.js').then((menu) => menu.openMessageMenu(more, of(last), el)) }, icon('more'));
-    bubbleRow[mine ? 'prepend' : 'append'](more);
+    bubbleRow[mine ? 'prepend' : 'append'](menuButton(() => of(last), el));
   }
 
   let shown = null;
@@ -118,6 +116,13 @@ export function messageView(item, acts) {
       options?.leave();
     },
   };
+}
+
+/** The button that opens the menu of a message. `el`: the shown message. */
+function menuButton(message, el) {
+  const more = button({ class: 'icon-btn msg-reply msg-more', 'aria-label': t('messageMenu'), title: t('messageMenu'), 'aria-haspopup': 'menu', 'data-testid': 'message-menu',
+    onclick: () => import('./screens/message_menu.js').then((menu) => menu.openMessageMenu(more, message(), el)) }, icon('more'));
+  return more;
 }
 
 /** True for the newest message of its thread, unless the person has written since. */
@@ -256,15 +261,18 @@ export function draftView(item, pace, most = Infinity) {
   };
 }
 
-/** What an agent said before a tool call (`item.nodes`), or before a message of the person ended its answer (`item.text`). */
+/** What an agent said before a tool call, or before a message of the person ended its answer. */
 export function spokenView(item) {
   const day = h('div', { class: 'day', hidden: true });
   const gone = item.kind === 'withdrawn';
   const name = `${nameOf(item.from)} ${clockTime(item.at)}`;
-  const el = h('article', { class: `msg msg-theirs ${gone ? 'msg-withdrawn' : 'msg-said'}`, tabindex: '-1', 'data-testid': item.kind, 'aria-label': gone ? `${name} ${t('replyWithdrawn')}` : name }, day,
+  const { id, payload: { text }, rendered } = item.said;
+  const row = h('div', { class: 'bubble-row' }, h('div', { class: 'bubble', dir: 'auto' }, h('div', { class: 'md' }, rendered?.length ? nodes(rendered) : h('p', { class: 'as-typed' }, text))));
+  const el = h('article', { class: `msg msg-theirs ${gone ? 'msg-withdrawn' : 'msg-said'}`, tabindex: '-1', data: { said: id }, 'data-testid': item.kind, 'aria-label': gone ? `${name} ${t('replyWithdrawn')}` : name }, day,
     h('div', { class: 'msg-box' }, h('div', { class: 'msg-head' }, face(item.from), h('span', { class: 'msg-name' }, nameOf(item.from)), h('time', { class: 'meta', datetime: item.at }, clockTime(item.at))),
-      h('div', { class: 'bubble-row' }, h('div', { class: 'bubble', dir: 'auto' }, h('div', { class: 'md' }, item.nodes?.length ? nodes(item.nodes) : h('p', { class: 'as-typed' }, item.text)))),
-      gone && h('div', { class: 'msg-foot meta' }, h('span', {}, t('replyWithdrawn')))));
+      row, gone && h('div', { class: 'msg-foot meta' }, h('span', {}, t('replyWithdrawn')))));
+
+  row.append(menuButton(() => item.said, el));
 
   function update(next) {
     day.hidden = !next.day;

@@ -289,10 +289,20 @@ export async function loadOlder(agent) {
   readOlderPlans(agent).catch(() => {});
 }
 
-/** Loads a message and all later ones. */
+/** Loads a message, or what an agent said before a tool call, and all that is later. */
 export async function loadAround(agent, id) {
-  while (!thread(agent).ids.includes(id) && thread(agent).older) await loadOlder(agent);
+  const one = thread(agent);
+  const said = isSaid(id) && id.slice(id.lastIndexOf('_') + 1);
+  const has = () => (said ? state.messages.get(one.ids[0])?.deliveredAt < said : one.ids.includes(id));
+  while (!has() && one.older) await loadOlder(agent);
+  if (said) await readPlans(agent);
 }
+
+// What an agent said before a tool call is part of a plan. Pages show it as a message of this id.
+
+const idOfPlan = ({ turn, step, at }) => `said_${turn}_${step}_${at}`;
+export const isSaid = (id) => id.startsWith('said_');
+export const saidIn = (plan) => ({ id: idOfPlan(plan), from: plan.agent, to: PERSON, payload: { text: plan.text }, rendered: plan.rendered, deliveredAt: plan.at, state: 'taken' });
 
 export function setOpen(message) {
   const open = message.to === PERSON && message.from !== SYSTEM && optionsOf(message) && !message.answer;
@@ -334,8 +344,8 @@ async function readPlans(agent) {
 }
 
 function joinPlans(agent, plans) {
-  const known = new Map((state.plans.get(agent) ?? []).map((plan) => [`${plan.turn}.${plan.step}.${plan.at}`, plan]));
-  for (const plan of plans) known.set(`${plan.turn}.${plan.step}.${plan.at}`, plan);
+  const known = new Map((state.plans.get(agent) ?? []).map((plan) => [idOfPlan(plan), plan]));
+  for (const plan of plans) known.set(idOfPlan(plan), plan);
   state.plans.set(agent, [...known.values()].sort((a, b) => (a.at < b.at ? -1 : a.at > b.at ? 1 : a.turn - b.turn || a.step - b.step)));
 }
 
@@ -352,6 +362,23 @@ async function readOlderPlans(agent) {
     touch(`plans:${agent}`);
   }
 }
+
+/** Keeps the newest messages of a conversation, and the plans between them. The others are read again when they are needed. */
+export function shorten(agent, most) {
+  const one = thread(agent);
+  if (!one.loaded || one.ids.length <= most) return;
+  one.ids = one.ids.slice(-most);
+  one.older = one.ids[0];
+  const first = state.messages.get(one.older).deliveredAt;
+  const plans = state.plans.get(agent) ?? [];
+  const kept = plans.filter((plan, at) => plan.at >= first || at === plans.length - 1);
+  if (kept.length < plans.length) olderPlans.set(agent, kept[0].position);
+  state.plans.set(agent, kept);
+  touch(`thread:${agent}`, `plans:${agent}`);
+}
+
+/** Functions of open screens: the ids of messages that the screen shows. */
+export const holders = new Set();
 
 // The snapshot
 

@@ -6,7 +6,7 @@ import { dayKey, t } from './i18n.js';
 import { Feed } from './feed.js';
 import { asksAboutBudget, draftView, messageView, problemView, spokenView } from './message.js';
 import { agentPath } from './router.js';
-import { dropLocal, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, state, SYSTEM, takes, thread, threadOf } from './state.js';
+import { dropLocal, isSaid, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, saidIn, state, SYSTEM, takes, thread, threadOf } from './state.js';
 import { dock } from './shell.js';
 import { mountComposer, putBack, retryLocal, sendText } from './composer.js';
 import { isQueued, isWaiting, waited } from './waiting.js';
@@ -83,6 +83,8 @@ function toWrite(composer) {
 export const showMessage = (message) => current?.show(message) ?? false;
 export const openComposer = () => current?.composer;
 export const openAgent = () => current?.id;
+/** True if the conversation of the agent is shown, scrolled to its end. */
+export const followsEnd = (agent) => current?.id === agent && current.feed.follow;
 
 function conversation(root, id, wanted) {
   localStorage.setItem('coterie.lastAgent', id);
@@ -158,11 +160,11 @@ function conversation(root, id, wanted) {
       // A plan is withdrawn before the messages that ended it are read.
       while (at < all.length && (!plan || all[at].at < plan.at || (all[at].at === plan.at && !plan.interruptedBy))) out.push(all[at++]);
       if (!plan) continue;
-      const key = `${plan.turn}.${plan.step}.${plan.at}`;
-      if (plan.text.trim()) out.push({ key: `s:${key}`, kind: plan.outcome === 'withdrawn' ? 'withdrawn' : 'said', text: plan.text, nodes: plan.rendered, at: plan.at, from: id });
+      const said = saidIn(plan);
+      if (plan.text.trim()) out.push({ key: `m:${said.id}`, kind: plan.outcome === 'withdrawn' ? 'withdrawn' : 'said', said, at: plan.at, from: id });
       const last = out.at(-1);
       if (last?.kind === 'runs') last.plans.push(plan);
-      else if (runs.callsOf([plan]).length) out.push({ key: `r:${key}`, kind: 'runs', plans: [plan], at: plan.at, agent: id });
+      else if (runs.callsOf([plan]).length) out.push({ key: `r:${said.id}`, kind: 'runs', plans: [plan], at: plan.at, agent: id });
     }
     for (const item of out) if (item.kind === 'runs') item.calls = runs.callsOf(item.plans);
     return out;
@@ -229,7 +231,7 @@ function conversation(root, id, wanted) {
     if (!one.loaded) fill(blank, bones()).hidden = false;
     try {
       if (!one.loaded || wanted) await loadThread(id);
-      if (wanted) await loadAround(id, wanted);
+      if (wanted) await Promise.all([loadAround(id, wanted), isSaid(wanted) && loadParts()]);
     } catch (error) {
       if (current?.feed !== feed) return;
       if (error.code === 'unknown_agent') return missing(root, id);
@@ -244,8 +246,12 @@ function conversation(root, id, wanted) {
     if (wanted) show(state.messages.get(wanted) ?? { id: wanted }, true);
     else if (line) feed.show(`m:${line.id}`, 120);
     loadPlans(id);
-    if (!runs) [runs, lines] = await Promise.all([import('./runs.js'), import('./task_line.js')]);
+    await loadParts();
     if (current?.feed === feed) paint();
+  }
+
+  async function loadParts() {
+    if (!runs) [runs, lines] = await Promise.all([import('./runs.js'), import('./task_line.js')]);
   }
 
   function mark() {

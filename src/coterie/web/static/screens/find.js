@@ -3,7 +3,7 @@
 import { query } from '../api.js';
 import { button, h, icon, iconButton, setText, toComposer } from '../dom.js';
 import { t } from '../i18n.js';
-import { addressed, keep, loadAround, threadOf } from '../state.js';
+import { addressed, keep, loadAround, saidIn, threadOf } from '../state.js';
 import { region } from '../shell.js';
 import { openAgent, showMessage } from '../thread.js';
 import { styled } from './parts.js';
@@ -38,9 +38,11 @@ export function openFind(agent, words = '') {
   async function search() {
     const words = input.value.trim();
     const mine = (turn += 1);
-    const page = words ? await query('/search', { q: words, agent, limit: MOST }).catch(() => ({ items: [] })) : { items: [] };
+    const ask = (path) => (words ? query(path, { q: words, agent, limit: MOST }).catch(() => ({ items: [] })) : { items: [] });
+    const [sent, said] = await Promise.all([ask('/search'), ask('/runs')]);
     if (mine !== turn) return;
-    hits = page.items.filter((message) => threadOf(message) === agent && message.deliveredAt).map(keep);
+    const messages = sent.items.filter((message) => threadOf(message) === agent && message.deliveredAt).map(keep);
+    hits = [...messages, ...said.items.map(saidIn)].sort((a, b) => (a.deliveredAt < b.deliveredAt ? 1 : a.deliveredAt > b.deliveredAt ? -1 : 0));
     at = hits.length ? 0 : -1;
     show();
   }
@@ -61,8 +63,9 @@ export function openFind(agent, words = '') {
     const words = input.value.trim().toLowerCase().split(/\s+/).filter(Boolean);
     const found = new Set(hits.map((one) => one.id));
     const [all, current] = [[], []];
-    for (const el of document.querySelectorAll('.feed article[data-message-id]')) {
-      if (found.has(el.dataset.messageId)) (el.dataset.messageId === hits[at]?.id ? current : all).push(...rangesIn(el.querySelector('.bubble'), words));
+    for (const el of document.querySelectorAll('.feed article')) {
+      const id = el.dataset.messageId ?? el.dataset.said;
+      if (found.has(id)) (id === hits[at]?.id ? current : all).push(...rangesIn(el.querySelector('.bubble'), words));
     }
     CSS.highlights.set('find', new Highlight(...all));
     CSS.highlights.set('find-current', new Highlight(...current));

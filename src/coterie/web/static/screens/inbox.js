@@ -6,7 +6,7 @@ import { t } from '../i18n.js';
 import { approvalFacts, budgetFacts, draftView, fileList, who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
 import { agentPath } from '../router.js';
-import { PERSON, SYSTEM, approvalOf, budgetOf, plainText, keep, on, openQuestions, state, threadOf } from '../state.js';
+import { PERSON, SYSTEM, approvalOf, budgetOf, holders, plainText, keep, on, openQuestions, state, threadOf } from '../state.js';
 import { failed, section, when } from './parts.js';
 
 const TAIL = 280; // characters shown of a reply in progress; below: how often it is repainted
@@ -109,11 +109,14 @@ export function render(root, { query: asked }) {
   drawLive();
   const reload = () => !onlyQuestions && load();
   reload();
+  const held = () => [...ids, ...cards.keys()];
+  holders.add(held);
   const stops = [on('snapshot', reload), on(['questions', 'snapshot'], drawQuestions), on(['threads', 'unread', 'snapshot', 'agents'], come), on('drafts:*', drawLive)];
   return () => {
     for (const one of cards.values()) one.stop();
     watch.disconnect();
     for (const one of live.values()) one.leave();
+    holders.delete(held);
     stops.forEach((stop) => stop());
   };
 }

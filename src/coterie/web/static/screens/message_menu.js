@@ -4,7 +4,7 @@ import { post } from '../api.js';
 import { t } from '../i18n.js';
 import { copyText, oops, toast } from '../notices.js';
 import { agentPath } from '../router.js';
-import { PERSON, state, SYSTEM, textOf, thread, threadOf } from '../state.js';
+import { isSaid, PERSON, state, SYSTEM, textOf, thread, threadOf } from '../state.js';
 import { putBack, sendText } from '../composer.js';
 import { openComposer } from '../thread.js';
 import { withdraw } from '../waiting.js';
@@ -35,7 +35,8 @@ export function openMessageMenu(anchor, message, el) {
   const agent = threadOf(message);
   const text = textOf(message);
   const mine = message.from === PERSON;
-  const asked = !mine && message.from !== SYSTEM && askedBy(message, agent);
+  const stored = !isSaid(message.id); // other words are a part of a plan
+  const asked = stored && !mine && message.from !== SYSTEM && askedBy(message, agent);
   const composer = openComposer();
   const again = (one) => sendText(agent, String(one.payload?.text ?? ''), one.payload?.attachments ?? []);
   openMenu(anchor, t('messageMenu'), [
@@ -44,12 +45,12 @@ export function openMessageMenu(anchor, message, el) {
     { label: t('copyLink'), sign: 'link', run: () => copyText(`${location.origin}${location.pathname}${agentPath(agent, message.id)}`) },
     composer && null,
     composer && text && { label: t('quote'), sign: 'quote', run: () => composer.add(`${text.replace(/^/gm, '> ')}\n\n`) },
-    composer && !mine && message.from !== SYSTEM && { label: t('replyTo'), sign: 'reply', run: () => composer.replyTo(message.id) },
+    composer && stored && !mine && message.from !== SYSTEM && { label: t('replyTo'), sign: 'reply', run: () => composer.replyTo(message.id) },
     composer && mine && lastOwn(agent) === message.id && { label: t('editResend'), sign: 'pen', run: () => editAgain(message, agent) },
     mine && { label: t('sendAgain'), sign: 'retry', run: () => again(message) },
     asked && { label: t('tryAgain'), sign: 'retry', run: () => again(asked) },
-    message.to === PERSON && null,
-    message.to === PERSON && { label: t('markUnread'), sign: 'inbox', run: () => markUnread(message, agent) },
+    stored && message.to === PERSON && null,
+    stored && message.to === PERSON && { label: t('markUnread'), sign: 'inbox', run: () => markUnread(message, agent) },
   ]);
 }
 
