@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ PAYMENT = """
 async def pay(memo: str, recipient: str, amount: float) -> str:
     "Pay somebody."
     return await Bell.rung("pay")
+
+@tool(approval=True)
+async def order(note: str, options: dict, transfers: list) -> str:
+    "Pay several people."
+    return await Bell.rung("order")
 
 @tool
 async def draw(ctx) -> dict:
@@ -234,6 +240,31 @@ async def test_an_approval_shows_its_facts_wherever_it_can_be_answered(
         await expect(ui.messages(page).filter(has_text="Paid.")).to_be_visible()
         await expect(runs).to_contain_text(("Ran pay", "执行了 pay")[at])
         assert Bell.rings == ["pay"]
+        assert await panel.errors() == []
+
+
+async def test_nested_facts_of_an_approval_are_ordered_and_laid_out(
+    browser: Browser, tmp_path: Path, words: Words
+) -> None:
+    transfers = [
+        {"memo": "Rent", "recipient": {"bank": "X", "iban": "DE1"}, "amount": 900},
+        {"memo": "Food", "recipient": {"bank": "Y", "iban": "DE2"}, "amount": 50},
+    ]
+    given = {"note": "May", "options": {"urgent": True, "tags": ["a", "b"]}, "transfers": transfers}
+    async with open_panel(tmp_path, browser, agents=AGENTS, tools=TOOLS + PAYMENT) as panel:
+        panel.server.script(Says(calls=(Calls("order", given),)), "Paid.")
+        page = await panel.open(locale=words.locale, viewport=PHONE)
+        await panel.stage.say("Pay them")
+        facts = page.get_by_test_id("approval")
+        await expect(facts.locator("> dl > dt")).to_have_text(["transfers", "note", "options"])
+        each = facts.locator("> dl > dd").first.locator("> ol > li")
+        await expect(each).to_have_count(2)
+        await expect(each.first.locator("dt")).to_have_text(["amount", "recipient", "iban", "bank", "memo"])
+        await expect(each.nth(1).locator("> dl > dd").first).to_have_text("50")
+        await expect(facts.locator("> dl > dd").nth(2).locator("li")).to_have_text(["a", "b"])
+        await expect(facts).not_to_contain_text("{")
+        assert await ui.sideways(page) == []
+        await panel.stage.say("No")
         assert await panel.errors() == []
 
 
@@ -540,12 +571,16 @@ WATCH_CHIP = """() => { window.shown = []; const chip = document.querySelector('
 async def test_a_short_drop_shows_nothing_and_after_any_drop_the_page_is_right_again(
     panel: Panel, is_long: bool, words: Words
 ) -> None:
+    """The clock of the page stands still: how long the drop lasts does not depend on the machine."""
     page = await panel.open(locale=words.locale)
     panel.allow("Failed to load resource|ERR_|net::")
     await page.evaluate(WATCH_CHIP)
+    await page.clock.install()
+    await page.clock.pause_at(datetime.now(UTC) + timedelta(seconds=1))
     async with page.expect_event("requestfailed", lambda request: "/events" in request.url):
         await page.context.set_offline(True)
         panel.drop_streams()
+    await page.clock.run_for(2_100 if is_long else 1_900)
     if is_long:
         await expect(page.locator(ui.CONNECTION)).to_have_text(words("offline"))
     sent = await panel.send_as_agent("Meanwhile")

@@ -157,12 +157,15 @@ function content(message) {
 // Arguments that decide whether a person agrees come first: how much, to whom, what is run or deleted.
 const WEIGHTY = [/amount|sum|total|price|cost|value|quantity|金额|数量/i, /currency|币/i, /^to$|recipient|payee|receiver|beneficiary|account|iban|e-?mail|address|customer|user|收款|收件/i, /command|code|query|sql|url|path|file|name|subject|id$/i];
 const weight = (key) => (WEIGHTY.findIndex((one) => one.test(key)) + WEIGHTY.length + 1) % (WEIGHTY.length + 1);
+/** The weight of an argument: its own, or that of the weightiest value in it. */
+const weightOf = ([key, value]) => Math.min(weight(key), ...(isNested(value) ? Object.entries(value).map(weightOf) : []));
+const byWeight = (entries) => entries.sort((a, b) => weightOf(a) - weightOf(b));
+const isNested = (one) => one !== null && typeof one === 'object';
 
 /** What a tool call that waits for approval would do: its arguments, the most important first. */
 export function approvalFacts(message) {
   const { given } = approvalOf(message);
-  const sorted = Object.fromEntries(Object.entries(given).sort(([a], [b]) => weight(a) - weight(b)));
-  return h('div', { class: 'facts', 'data-testid': 'approval' }, Object.keys(sorted).length ? fields(sorted) : h('p', { class: 'meta' }, t('noArguments')));
+  return h('div', { class: 'facts', 'data-testid': 'approval' }, Object.keys(given).length ? fields(given, { order: byWeight, deepest: Infinity }) : h('p', { class: 'meta' }, t('noArguments')));
 }
 
 /** Who worked on a task that has used its budget, and what it used. */
@@ -216,9 +219,15 @@ function structured(value) {
     h('details', {}, h('summary', {}, t('rawJson')), h('pre', { tabindex: '0' }, JSON.stringify(value, null, 2))));
 }
 
-function fields(value, depth = 0) {
-  const shown = (one) => (one === null || typeof one !== 'object' ? String(one) : depth < DEEPEST ? fields(one, depth + 1) : JSON.stringify(one));
-  return h('dl', { class: 'pairs' }, Object.entries(value).map(([key, one]) => [h('dt', {}, key), h('dd', { dir: 'auto' }, shown(one))]));
+/** Keys and values as a table, lists as lists. `order` sorts the keys of each object. */
+function fields(value, { order = (entries) => entries, deepest = DEEPEST } = {}) {
+  const shown = (one, depth) => {
+    if (!isNested(one) || depth > deepest) return isNested(one) ? JSON.stringify(one) : String(one);
+    if (!Object.keys(one).length) return '–';
+    if (Array.isArray(one)) return h('ol', { class: 'pairs-list' }, one.map((each) => h('li', { dir: 'auto' }, shown(each, depth + 1))));
+    return h('dl', { class: 'pairs' }, order(Object.entries(one)).map(([key, each]) => [h('dt', {}, key), h('dd', { dir: 'auto' }, shown(each, depth + 1))]));
+  };
+  return shown(value, 0);
 }
 
 /** A reply in progress. Repainted every `pace()` milliseconds. With `most`: the last characters of it as plain text. */

@@ -3,7 +3,7 @@
 import { addressed, holders, shorten, state, watchers } from './state.js';
 import { followsEnd } from './thread.js';
 
-const MOST = 1_000; // messages; more if open screens show more
+const MOST = 1_200; // messages; more if open screens show more
 const OPEN = 200; // newest messages of the conversation that is shown at its end
 const OTHER = 50; // of each other conversation
 const MORE = 250; // between two attempts
