@@ -372,6 +372,19 @@ async def test_the_unread_count_rises_for_hidden_agents_only_and_clears_in_every
 
 
 @pytest.mark.check(19)
+async def test_the_new_messages_line_keeps_its_number_also_before_all_are_read(panel: Panel, words: Words) -> None:
+    page = await panel.open(locale=words.locale)
+    for n in range(30):
+        await panel.send_as_agent(f"News {n}: " + "some words " * 40, by="bob")
+    await expect(ui.row(page, "bob").get_by_test_id("unread")).to_have_text("30")
+    await ui.row(page, "bob").click()
+    line = page.locator('[data-testid="new-line"]:visible')
+    await expect(line).to_have_text(words("newMessages", n=30))
+    await panel.send_as_agent("And one more", by="bob")
+    await expect(page.get_by_test_id("jump")).to_have_text(words("newMessage"))
+    await expect(line).to_have_text(words("newMessages", n=30))
+
+
 async def test_the_new_messages_line_does_not_count_the_talk_that_follows(panel: Panel, words: Words) -> None:
     page = await panel.open("#/a/ada", locale=words.locale)
     for n in (1, 2):
@@ -500,6 +513,28 @@ async def test_a_file_that_is_still_uploading_stays_with_the_draft_of_its_conver
     await eventually(lambda: _said(panel, "Look at these"))
     (said,) = await panel.sent()
     assert sorted(one["filename"] for one in said.payload["attachments"]) == ["a.png", "b.png"]
+
+
+async def test_a_file_chosen_before_its_conversation_is_left_is_there_on_return(panel: Panel) -> None:
+    """Also if the script that uploads files arrives after the person has gone."""
+    page = await panel.open()
+    may_go, is_asked = asyncio.Event(), asyncio.Event()
+
+    async def held(route: Any) -> None:
+        is_asked.set()
+        await may_go.wait()
+        await route.continue_()
+
+    await page.route("**/static/attachments.js", held)
+    await page.set_input_files("input[type=file]", {"name": "a.png", "mimeType": "image/png", "buffer": PNG})
+    await is_asked.wait()
+    await ui.row(page, "bob").click()
+    await expect(page.get_by_test_id("title")).to_have_text("Bob")
+    async with page.expect_response("**/api/v1/artifacts"):
+        may_go.set()
+    await expect(page.locator(ui.CHIP)).to_have_count(0)
+    await ui.row(page, "ada").click()
+    await expect(page.locator(ui.CHIP)).to_contain_text("a.png")
 
 
 async def send_during_upload(panel: Panel, page: Page, text: str) -> asyncio.Event:

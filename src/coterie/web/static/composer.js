@@ -15,7 +15,7 @@ const LONG_PASTE = 20_000; // characters; a longer text is attached instead of i
 const MOST_LINES = 2_000; // a text with more lines would freeze the page while it is laid out
 const hasManyLines = (words) => words.split('\n', MOST_LINES + 1).length > MOST_LINES;
 const handedTo = new Set(); // agents whose next composer gets moved files, or files that were not uploaded when it was left
-let shown = null; // the composer that is shown: {agent, refill, add, focus}
+let shown = null; // the composer that is shown: {agent, refill, add, attach, focus}
 const kept = (agent) => `coterie.draft.${agent}`;
 
 let isShown = null; // while the page is left: a promise that it returns from the browser's cache
@@ -242,8 +242,11 @@ export function mountComposer(root, agent) {
   const filesReady = () => [...draft.files, ...(tray?.ready() ?? [])];
 
   async function attach(files) {
-    (await loadTray()).add(files);
-    text.focus();
+    await loadTray();
+    if (left && shown?.agent === agent) return shown.attach(files);
+    tray.add(files);
+    if (left && tray.leave()) handedTo.add(agent);
+    else text.focus();
   }
 
   /** Moves the draft to an agent whose model accepts its attachments. */
@@ -296,7 +299,7 @@ export function mountComposer(root, agent) {
   const ends = [mountStrip(strip, agent), on([`agent:${agent}`, 'agents', 'snapshot', 'questions'], paint), drop];
   addEventListener('storage', follow);
   const focus = () => text.focus();
-  shown = { agent, refill, add, focus };
+  shown = { agent, refill, add, attach, focus };
   const held = () => [draft.replyTo].filter(Boolean);
   holders.add(held);
   return {

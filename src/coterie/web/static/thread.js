@@ -99,7 +99,7 @@ function conversation(root, id, wanted) {
   fill(root, scroller, blank, jump);
   const one = thread(id);
   one.keepUnread = false;
-  let line = null; // {id, n, isRead}: first unread message when the conversation was opened; how many came until all were read
+  let line = null; // {id, n}: first unread message when the conversation was opened, and how many were unread
   let newBelow = 0;
   let newest; // last message when it was painted
   let busy = false;
@@ -214,7 +214,6 @@ function conversation(root, id, wanted) {
 
   function paint() {
     if (!one.loaded) return;
-    countNews();
     const all = items();
     const at = one.ids.lastIndexOf(newest);
     if (at >= 0 && !feed.follow) newBelow += one.ids.slice(at + 1).filter((each) => state.messages.get(each)?.to === PERSON).length;
@@ -256,13 +255,7 @@ function conversation(root, id, wanted) {
 
   function mark() {
     if (!one.firstUnread || !one.unread) return;
-    line = { id: one.firstUnread, n: 1, isRead: false };
-  }
-
-  function countNews() {
-    if (!line || line.isRead) return;
-    line.n = Math.max(1, one.ids.slice(one.ids.indexOf(line.id)).filter((each) => state.messages.get(each)?.to === PERSON).length);
-    line.isRead = !one.unread;
+    line = { id: one.firstUnread, n: one.unread };
   }
 
   async function fetchOlder() {
