@@ -274,3 +274,17 @@ async def _create_many(panel: Panel) -> None:
     for n in range(200):
         await panel.society.create_agent(id=f"n{n:03}", name=f"N {n}")
     await panel.society.create_agent(id="zed", name="Zed")
+
+
+async def test_built_in_tools_are_described_in_the_language_of_the_page(panel: Panel, words: Words) -> None:
+    page = await panel.open("#/agents/ada", locale=words.locale)
+    shown = page.locator(".tool-list li")
+    tools = (await (await page.request.get(f"{panel.url}/api/v1/tools")).json())["items"]
+    built_in = [one for one in tools if one["builtIn"]]
+    assert len(built_in) > 8
+    for one in built_in:
+        does = shown.filter(has=page.locator("code", has_text=re.compile(f"^{one['name']}$"))).locator(".meta")
+        if words.locale == "en-US":
+            await expect(does).to_have_text(one["description"].split("\n")[0])
+        else:
+            await expect(does).to_have_text(re.compile("^[\u4e00-\u9fff][^a-zA-Z]*(base64[^a-zA-Z]*)?$"))

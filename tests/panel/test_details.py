@@ -292,7 +292,7 @@ async def test_long_names_do_not_overflow(browser: Browser, tmp_path: Path) -> N
     async with open_panel(tmp_path, browser, agents=wide_family(40)) as panel:
         page = await panel.open("#/org", viewport=NARROW)
         row = page.locator('.org-row[data-agent="z"]')
-        dot, name = await row.locator(".dot").bounding_box(), await row.locator(".org-name").bounding_box()
+        dot, name = await row.locator(".avatar").bounding_box(), await row.locator(".org-name").bounding_box()
         assert dot
         assert name
         assert name["x"] > dot["x"] + dot["width"]

@@ -252,10 +252,12 @@ async def test_nested_facts_of_an_approval_are_ordered_and_laid_out(
     ]
     given = {"note": "May", "options": {"urgent": True, "tags": ["a", "b"]}, "transfers": transfers}
     async with open_panel(tmp_path, browser, agents=AGENTS, tools=TOOLS + PAYMENT) as panel:
-        panel.server.script(Says(calls=(Calls("order", given),)), "Paid.")
+        panel.server.script(Says("I pay the rent.", calls=(Calls("order", given),)), "Paid.")
         page = await panel.open(locale=words.locale, viewport=PHONE)
         await panel.stage.say("Pay them")
         facts = page.get_by_test_id("approval")
+        await expect(page.get_by_test_id("said")).to_be_visible()
+        await order(page, "Pay them", "I pay the rent.", words("approvalAsk", tool="order").replace("`", ""))
         await expect(facts.locator("> dl > dt")).to_have_text(["transfers", "note", "options"])
         each = facts.locator("> dl > dd").first.locator("> ol > li")
         await expect(each).to_have_count(2)

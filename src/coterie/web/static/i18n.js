@@ -41,6 +41,9 @@ export function reasonOf({ status, code, detail, more }) {
   return words[`refused_${code}`] ? t(`refused_${code}`, { detail: why || detail, status }) : detail;
 }
 
+/** What a tool does, in one line. Built-in ones are described in English; other languages have a sentence for each. */
+export const toolDoes = ({ name, builtIn, description }) => (builtIn && words[`toolDoes_${name}`]) || description.split('\n')[0];
+
 /** What is wrong with a setting. English has the server's sentences, other languages one for each code. */
 export function settingProblem({ code, values, message }) {
   if (!words[`config_${code}`]) return message;

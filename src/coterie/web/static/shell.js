@@ -137,7 +137,7 @@ function banners() {
   if (problems.length) {
     const what = t(applied ? 'configProblems' : 'configRefused');
     const [first] = problems;
-    told.push(h('p', { class: 'banner banner-warn', 'data-testid': 'banner-configuration' },
+    told.push(h('p', { class: 'banner banner-warn banner-settings', 'data-testid': 'banner-configuration' },
       h('span', { class: 'banner-text' }, what, ' ', h('bdi', {}, `${first.place}${t('colon')}${settingProblem(first).slice(0, 240)}`), problems.length > 1 && ` ${t('moreProblems', { n: problems.length - 1 })}`),
       h('a', { href: '#/setup' }, t('setup'))));
   }

@@ -1,12 +1,12 @@
 // The conversation with one agent.
 
-import { button, empty, fill, h, icon, setText, toComposer } from './dom.js';
+import { avatar, button, empty, fill, h, icon, setText, toComposer } from './dom.js';
 import { post } from './api.js';
 import { dayKey, t } from './i18n.js';
 import { Feed } from './feed.js';
 import { asksAboutBudget, draftView, messageView, problemView, spokenView } from './message.js';
 import { agentPath } from './router.js';
-import { dropLocal, isSaid, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, saidIn, state, SYSTEM, takes, thread, threadOf } from './state.js';
+import { approvalOf, dropLocal, isSaid, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, saidIn, state, SYSTEM, takes, thread, threadOf } from './state.js';
 import { dock } from './shell.js';
 import { mountComposer, putBack, retryLocal, sendText } from './composer.js';
 import { isQueued, isWaiting, waited } from './waiting.js';
@@ -56,6 +56,9 @@ const isCutAnswer = (plan) => plan.outcome === 'withdrawn' && !plan.calls.length
 
 /** The time of a message in the agent's history: its own count when sent, the person's when the agent read them. */
 const happened = (message) => (message.from === PERSON ? message.takenAt ?? message.deliveredAt : message.deliveredAt);
+
+/** True if a message stands after a plan. In one transaction a plan asks for approval, or is withdrawn for what is then read. */
+const isAfter = (item, plan) => item.at > plan.at || (item.at === plan.at && Boolean(plan.interruptedBy || approvalOf(state.messages.get(item.id))));
 
 /** In one transaction an answer is sent before the agent reads on, unless it is the answer to what it reads. */
 function byTime(a, b) {
@@ -157,8 +160,7 @@ function conversation(root, id, wanted) {
     let at = 0;
     const out = [];
     for (const plan of [...plans, null]) {
-      // A plan is withdrawn before the messages that ended it are read.
-      while (at < all.length && (!plan || all[at].at < plan.at || (all[at].at === plan.at && !plan.interruptedBy))) out.push(all[at++]);
+      while (at < all.length && (!plan || !isAfter(all[at], plan))) out.push(all[at++]);
       if (!plan) continue;
       const said = saidIn(plan);
       if (plan.text.trim()) out.push({ key: `m:${said.id}`, kind: plan.outcome === 'withdrawn' ? 'withdrawn' : 'said', said, at: plan.at, from: id });
@@ -379,7 +381,7 @@ function emptyThread(id, composer) {
     composer.refill({ text });
     composer.focus();
   } }));
-  return h('div', { class: 'empty', 'data-testid': 'empty-thread' }, h('p', { class: 'empty-name', dir: 'auto' }, nameOf(id)),
+  return h('div', { class: 'empty', 'data-testid': 'empty-thread' }, one && avatar(one, { size: 'large' }), h('p', { class: 'empty-name', dir: 'auto' }, nameOf(id)),
     role && h('p', { class: 'empty-role', dir: 'auto' }, role),
     kinds.length > 0 && h('p', { class: 'empty-caps meta' }, t('takesIn'), kinds.map((kind) => h('span', { class: 'cap' }, icon(kind), t(`can_${kind}`)))),
     one?.state !== 'terminated' && [h('p', { class: 'meta' }, t('firstWords')), h('div', { class: 'starters' }, starters)]);

@@ -2,7 +2,7 @@
 
 import { patch, post } from '../api.js';
 import { avatar, button, fill, h, TINTS } from '../dom.js';
-import { reasonOf, t } from '../i18n.js';
+import { reasonOf, t, toolDoes } from '../i18n.js';
 import { oops, toast } from '../notices.js';
 import { agentPath, go } from '../router.js';
 import { nameOf, resync } from '../state.js';
@@ -152,7 +152,7 @@ function toolPicker(tools, now, given, changed) {
       changed();
     });
     return h('label', { class: 'tool-row' }, box, h('span', { class: 'tool-words' }, h('code', { text: one.name }), one.approval && h('span', { class: 'tag asks', text: t('asksFirst') }),
-      h('span', { class: 'meta', dir: 'auto', text: one.description.split('\n')[0] })));
+      h('span', { class: 'meta', dir: 'auto', text: toolDoes(one) })));
   };
   const pick = (value) => {
     now.tools = value === 'all' ? ['*'] : value === 'none' ? [] : patternsOf(chosen, tools);

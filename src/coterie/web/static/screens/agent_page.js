@@ -2,7 +2,7 @@
 
 import { get, query } from '../api.js';
 import { avatar, button, empty, fileIcon, fill, h } from '../dom.js';
-import { bytes, count, dayAndTime, recurrence, t } from '../i18n.js';
+import { bytes, count, dayAndTime, recurrence, t, toolDoes } from '../i18n.js';
 import { agentPath } from '../router.js';
 import { on, plainText, state, takes } from '../state.js';
 import { doing, dot } from '../agents_list.js';
@@ -75,7 +75,7 @@ export async function agentPage(root, id) {
   };
 }
 
-const tool = (one) => h('li', { class: 'tool-words' }, h('code', { text: one.name }), one.approval && h('span', { class: 'tag asks', text: t('asksFirst') }), h('span', { class: 'meta', dir: 'auto', text: one.description.split('\n')[0] }));
+const tool = (one) => h('li', { class: 'tool-words' }, h('code', { text: one.name }), one.approval && h('span', { class: 'tag asks', text: t('asksFirst') }), h('span', { class: 'meta', dir: 'auto', text: toolDoes(one) }));
 
 function cost(rows) {
   const sum = (key) => rows.reduce((total, row) => total + (row[key] ?? 0), 0);

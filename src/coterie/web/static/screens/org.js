@@ -1,6 +1,6 @@
 // The organisation: agents by parent, as a tree or as a drawing.
 
-import { button, empty, fill, h, icon, like, s, sync } from '../dom.js';
+import { avatar, button, empty, fill, h, icon, like, s, sync } from '../dom.js';
 import { t } from '../i18n.js';
 import { doing, dot, family, flat, treeItem, treeKeys } from '../agents_list.js';
 import { agentPath } from '../router.js';
@@ -43,17 +43,18 @@ export function render(root, { compact }) {
       event.stopPropagation();
       fold(agent.id);
     };
+    const about = [agent.role, agent.description].filter(Boolean).join(' · ');
     return h(
       'li',
       { class: `org-row org-level-${Math.min(level, 8)}`, ...treeItem(node, folded) },
       h('span', { class: 'fold', 'aria-hidden': 'true', onclick: turn }, sign || null),
-      dot(agent),
+      avatar(agent, { sign: dot(agent) }),
       h('span', { class: 'org-name', dir: 'auto', text: agent.name }),
       h('span', { class: 'meta', text: doing(agent) }),
       agent.waiting > 0 && h('span', { class: 'tag queued', text: t('orgWaiting', { n: agent.waiting }) }),
       agent.delayed > 0 && h('span', { class: 'tag', text: t('orgDelayed', { n: agent.delayed }) }),
       capabilities(agent),
-      agent.description && h('span', { class: 'org-about meta', dir: 'auto', 'data-testid': 'about', text: agent.description }),
+      about && h('span', { class: 'org-about meta', dir: 'auto', 'data-testid': 'about', text: about }),
     );
   };
   const mark = () => {

@@ -80,7 +80,7 @@ function wrongSettings() {
   const { applied, problems } = state.configuration;
   if (!problems.length) return null;
   return section('setup-wrong', t('setupConfiguration'), !applied && h('p', { text: t('configRefused') }),
-    h('ul', { class: 'items', 'data-testid': 'wrong-settings' }, problems.map((one) => h('li', { class: 'item inline-error', dir: 'auto' }, h('bdi', { class: 'item-head', text: one.place }), h('span', { text: settingProblem(one) })))));
+    h('ul', { class: 'items wrong-settings', 'data-testid': 'wrong-settings' }, problems.map((one) => h('li', { class: 'item inline-error', dir: 'auto' }, h('bdi', { class: 'item-head', text: one.place }), h('span', { text: settingProblem(one) })))));
 }
 
 // Configured services
