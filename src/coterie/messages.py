@@ -18,7 +18,7 @@ import msgspec
 from coterie.artifacts import Artifact
 from coterie.clock import to_rfc3339
 from coterie.errors import CoterieError, Refused, StoreUnavailable
-from coterie.ids import id_for, new_id
+from coterie.ids import id_for, keyed_id, new_id
 from coterie.text import is_blank, one_line, to_storable
 
 log = logging.getLogger(__name__)
@@ -247,6 +247,11 @@ _MAPPING = (dict, Mapping)
 
 _encode = msgspec.json.Encoder().encode
 _NO_SETTINGS = (None,) * 9
+
+
+def message_id_of(secret: bytes, client_id: str, sender: str = PERSON) -> str:
+    """The id of the message that was or will be sent with this client id. `secret`: of the society."""
+    return keyed_id(secret, id_for("message", sender, client_id))
 
 
 def make_envelope(

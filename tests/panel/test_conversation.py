@@ -666,6 +666,29 @@ async def test_a_message_that_a_reload_interrupts_is_not_lost(panel: Panel, word
     assert await panel.texts() == ["My own words"]
 
 
+async def test_a_message_that_a_reload_interrupts_is_not_taken_for_an_equal_one(panel: Panel, words: Words) -> None:
+    page = await panel.open(locale=words.locale)
+    panel.allow("Failed to load resource")
+    held = Held()
+    await page.route("**/api/v1/messages", held)
+    await ui.send(page, "Yes")
+    await asyncio.wait_for(held.arrived.wait(), TIMEOUT_SECONDS)
+    await page.reload()
+    failed = page.locator(f'{ui.FEED} [data-state="failed"]')
+    await expect(failed).to_contain_text("Yes")
+    held.may_end.set()
+    await panel.society.send(to="ada", text="Yes")
+    await expect(ui.messages(page).filter(has_text="Yes")).to_have_count(1)
+    await page.reload()
+    await expect(ui.messages(page).filter(has_text="Yes")).to_have_count(1)
+    await expect(failed).to_contain_text("Yes")
+
+    given = held.bodies[0]  # it arrives after all: the request was still on its way
+    await panel.society.bus.send(sender="user", to="ada", payload=given["payload"], client_id=given["clientId"])
+    await expect(ui.messages(page).filter(has_text="Yes")).to_have_count(2)
+    await expect(failed).to_have_count(0)
+
+
 async def test_a_message_that_another_tab_is_sending_is_not_offered_again(panel: Panel) -> None:
     context = await panel.browser()
     sender = await panel.open(context=context)

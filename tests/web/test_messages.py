@@ -31,6 +31,15 @@ async def test_a_sent_message_is_accepted_and_can_be_read_back(client: httpx.Asy
     assert found["rendered"] == [{"t": "p", "c": [{"t": "strong", "c": ["hi"]}]}]
 
 
+async def test_a_message_is_found_by_the_client_id_that_it_was_sent_with(client: httpx.AsyncClient) -> None:
+    sent = await send(client, clientId="c 1")
+    await send(client, clientId="c 2")
+
+    for client_id, found in (("c 1", [sent]), ("c 3", []), ("", [])):
+        page = (await client.get(f"{API}/messages", params={"clientId": client_id})).json()
+        assert ([one["id"] for one in page["items"]], page["next"]) == (found, None)
+
+
 async def test_the_receipt_of_a_delayed_message_has_its_due_time(client: httpx.AsyncClient, clock: FakeClock) -> None:
     answer = await client.post(f"{API}/messages", json={"to": "ada", "payload": {"text": "later"}, "delayMs": HOUR})
 

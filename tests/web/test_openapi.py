@@ -32,6 +32,7 @@ OPEN_FIELDS = {
     "ServiceChange.extraBody",
     "ServiceChange.headers",
     "ApprovalRequest.arguments",
+    "ErrorPlace.values",
     "HistoryCall.arguments",
     "ModelResponse.metadata",
 }

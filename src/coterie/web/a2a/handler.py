@@ -29,8 +29,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from coterie import __version__, agents
 from coterie.errors import Refused
-from coterie.ids import id_for, keyed_id, new_id
-from coterie.messages import PERSON, Message, Receipt
+from coterie.ids import new_id
+from coterie.messages import PERSON, Message, Receipt, message_id_of
 from coterie.push_configs import PushConfig, is_allowed
 from coterie.society import Society
 from coterie.task_following import TaskFollowing, TaskProgress, find_obstacle, find_shared_answer, is_open_question
@@ -144,7 +144,7 @@ class SocietyRequestHandler(RequestHandler):
     async def _sent_before(self, client_id: str) -> Message | None:
         """The message, if the client repeats it. The task that it belongs to may have ended meanwhile."""
         store = self._society.store
-        return await store.message(keyed_id(store.info.secret, id_for("message", PERSON, client_id)))
+        return await store.message(message_id_of(store.info.secret, client_id))
 
     async def _deliver(
         self, scope: CallerScope, agent_id: str, given: a2a.Message, payload: dict[str, Any], client_id: str

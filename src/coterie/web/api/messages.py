@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 from coterie import messages
 from coterie.errors import Refused
 from coterie.store import Page, Store
 from coterie.text import one_line
 from coterie.web.openapi import COMMON_PROBLEMS, problems
-from coterie.web.routing import API, Cursor, Id, Limit, Router, SocietyDep, parse_cursor
+from coterie.web.routing import API, Cursor, Id, Limit, Query, Router, SocietyDep, parse_cursor
 from coterie.web.schemas import (
     DelayedPage,
     Message,
@@ -74,8 +75,16 @@ async def send_message(body: NewMessage, society: SocietyDep) -> Receipt:
 
 @router.get("/messages", summary="List messages, newest first", responses=problems("unknown_message"))
 async def list_messages(
-    society: SocietyDep, agent: Id | None = None, before: Cursor | None = None, limit: Limit = 50
+    society: SocietyDep,
+    agent: Id | None = None,
+    client_id: Annotated[Id | None, Query("clientId")] = None,
+    before: Cursor | None = None,
+    limit: Limit = 50,
 ) -> MessagePage:
+    """With `clientId`: the message that the person sent with it, or none."""
+    if client_id is not None:
+        sent = await society.store.message(messages.message_id_of(society.store.info.secret, client_id))
+        return MessagePage(items=Message.of_all([sent] if sent else []), next=None)
     page = Page(before=await message_position(society.store, before), limit=limit)
     return message_page(await society.store.messages(page, agent=agent), limit)
 

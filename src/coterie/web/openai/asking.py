@@ -22,8 +22,7 @@ import msgspec
 
 from coterie.clock import Clock, to_ms
 from coterie.errors import Refused
-from coterie.ids import id_for, keyed_id
-from coterie.messages import PERSON, Message, Receipt, make_envelope
+from coterie.messages import PERSON, Message, Receipt, make_envelope, message_id_of
 from coterie.society import Society
 from coterie.task_following import TaskStream
 from coterie.text import to_storable
@@ -232,7 +231,7 @@ class Asking:
         return {one: found[id_] for one, id_ in ids.items() if id_ in found}
 
     def _message_id(self, client_id: str) -> str:
-        return keyed_id(self._store.info.secret, id_for("message", PERSON, client_id))
+        return message_id_of(self._store.info.secret, client_id)
 
     # What is new
 

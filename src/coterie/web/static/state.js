@@ -494,7 +494,9 @@ export function restoreLocals() {
     const key = keptAs(clientId);
     const show = () => {
       const local = readKept(key);
-      if (local) showLocal(local);
+      if (!local) return;
+      showLocal(local);
+      if (local.interrupted) lookUp(local);
     };
     // A tab that still sends the message has the lock. Without locks (plain http), Retry finds what arrived.
     if (navigator.locks) navigator.locks.request(key, show).catch(show);
@@ -546,15 +548,24 @@ export function confirmLocal(clientId, receipt) {
 export function settle(message) {
   if (message.from !== PERSON) return;
   for (const [clientId, local] of state.locals) {
-    const isOpen = local.status === 'sending' || local.interrupted;
-    if (local.messageId === message.id || (isOpen && alike(local, message))) return dropLocal(clientId);
+    if (local.messageId === message.id || (local.status === 'sending' && alike(local, message))) return dropLocal(clientId);
+    if (local.interrupted && local.to === message.to) lookUp(local);
   }
 }
 
-/** The server does not tell the clientId: a message is compared by what it says. One of an earlier page cannot be older. */
+/** True if a message says the same. It may be the one that is being sent, whose answer is still to come. */
 const alike = (local, message) =>
   local.to === message.to && !local.messageId && (local.payload.text ?? '') === (message.payload.text ?? '') && local.inReplyTo === message.inReplyTo &&
-  (local.status === 'sending' || Date.parse(message.createdAt) >= Date.parse(local.createdAt) - CLOCKS_MS);
+  Date.parse(message.createdAt) >= Date.parse(local.createdAt) - CLOCKS_MS;
+
+/** Removes a message that an earlier page was sending when it was left, if the server has it. */
+async function lookUp(local) {
+  if (local.isLookedUp) return;
+  local.isLookedUp = true;
+  const { items } = await query('/messages', { clientId: local.clientId }).catch(() => ({ items: [] }));
+  local.isLookedUp = false;
+  if (items.length && state.locals.get(local.clientId) === local) dropLocal(local.clientId);
+}
 
 /** Functions called with every event: `(kind, data)`. */
 export const watchers = new Set();
