@@ -382,7 +382,7 @@ def _parse(path: Path, text: str | None) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):  # a file instead of the folder: `SocietyFolder.create` says so
         return {}
     except UnicodeDecodeError as error:
-        raise ConfigError([Problem(CONFIG_FILE, ProblemText("not_utf8"), fatal=True)]) from error
+        raise ConfigError([Problem(CONFIG_FILE, ProblemText("not_utf8_at", byte=error.start), fatal=True)]) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([Problem(CONFIG_FILE, ProblemText("unreadable", why=error), fatal=True)]) from error
     except OSError as error:

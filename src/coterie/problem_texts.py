@@ -53,6 +53,9 @@ SENTENCES: Mapping[str, str] = {
     "expected_secrets": 'expected an object such as {{"NAME": "key"}}',
     # Files
     "not_utf8": "is not UTF-8 text",
+    "not_utf8_at": "is not UTF-8 text (byte {byte})",
+    "repair_object": "expected an object: repair the file first",
+    "repair_array": "expected an array: repair the file first",
     "not_json": "is no JSON: {why}",
     "unreadable": "cannot be read: {why}",
     "unreadable_number": "holds a number that cannot be read: {why}",

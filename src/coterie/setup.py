@@ -68,11 +68,11 @@ class ServicesDocument:
     def __init__(self, data: bytes | None) -> None:
         top = {} if data is None else parse_json(data)
         if not isinstance(top, dict):
-            raise _unusable("", "expected_object")
+            raise _unusable("", "repair_object")
         if top.get("services") is None:
             top["services"] = []
         if not isinstance(top["services"], list):
-            raise _unusable("services", "expected_array")
+            raise _unusable("services", "repair_array")
         self._top: dict[str, Any] = top
         self._services: list[Any] = top["services"]
 

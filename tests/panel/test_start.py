@@ -82,4 +82,6 @@ async def test_a_service_that_answered_real_requests_is_not_called_untested(pane
     await panel.stage.say("Hello")
     await panel.stage.heard()
     page = await panel.open("#/setup", locale=words.locale)
-    await expect(page.locator('[data-service="main"] .outcome')).to_contain_text(words("serviceAnswers", n=1))
+    await expect(page.locator('[data-service="main"] .outcome')).to_contain_text(
+        words("serviceAnswers", n=words("n_one_requests", n=1))
+    )

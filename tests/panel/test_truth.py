@@ -125,6 +125,28 @@ async def test_text_before_a_tool_call_can_be_quoted_linked_and_found(panel: Pan
     await expect(other.get_by_test_id("said")).to_be_in_viewport()
 
 
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
+async def test_the_lines_of_a_reply_stay_as_they_are_when_its_writing_ends(
+    panel: Panel, viewport: dict[str, int]
+) -> None:
+    page = await panel.open(viewport=viewport)
+    held = HeldAnswer("A reply of some words. " * 20)
+    panel.server.script(held)
+    await ui.send(page, "Tell me")
+    draft = page.locator(f"{ui.DRAFT} .md")
+    await expect(draft).to_contain_text("A reply of some words.")
+    if viewport == WIDE:
+        await expect(page.get_by_test_id("inspector")).to_contain_text("Replying")
+    before = await draft.bounding_box()
+    held.may_end.set()
+    reply = ui.messages(page).filter(has_text="A reply of some words.").locator(".md")
+    await expect(reply).to_be_visible()
+    after = await reply.bounding_box()
+    assert before
+    assert after
+    assert (before["x"], before["width"]) == (after["x"], after["width"])
+
+
 async def test_what_was_sent_while_a_reply_streamed_stands_after_that_reply(panel: Panel, words: Words) -> None:
     page = await panel.open(locale=words.locale)
     held = HeldAnswer("The first answer")

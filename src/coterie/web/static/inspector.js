@@ -56,5 +56,5 @@ function mount() {
   document.addEventListener('screen', onScreen);
   small.addEventListener('change', onScreen);
   paint();
-  ends = [on(['agents', 'snapshot'], onScreen), on('agent:*', (topic) => topic === `agent:${addressed()}` && onScreen()), () => leave?.(), () => document.removeEventListener('screen', onScreen), () => small.removeEventListener('change', onScreen)];
+  ends = [on(['agents', 'snapshot'], onScreen), on(['agent:*', 'drafts:*'], (topic) => topic.endsWith(`:${addressed()}`) && onScreen()), () => leave?.(), () => document.removeEventListener('screen', onScreen), () => small.removeEventListener('change', onScreen)];
 }

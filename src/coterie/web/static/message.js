@@ -48,6 +48,7 @@ export function messageView(item, acts) {
   function update(next = last) {
     last = next;
     const message = of(next);
+    if (!message) return; // it has just been removed
     const seams = [
       ['day', null, next.day && dayName(next.day)],
       ['news', 'new-line', next.news && (next.news === 1 ? t('newMessage') : t('newMessages', { n: next.news }))],

@@ -2,7 +2,7 @@
 
 import { get, query } from '../api.js';
 import { avatar, button, empty, fileIcon, fill, h } from '../dom.js';
-import { bytes, count, dayAndTime, recurrence, t, toolDoes } from '../i18n.js';
+import { bytes, count, dayAndTime, many, recurrence, t, toolDoes } from '../i18n.js';
 import { agentPath } from '../router.js';
 import { on, plainText, state, takes } from '../state.js';
 import { doing, dot } from '../agents_list.js';
@@ -82,7 +82,7 @@ function cost(rows) {
   if (!rows.length) return h('p', { class: 'meta', text: t('usageNone') });
   const priced = rows.find((row) => row.currency);
   const money = priced && costWords({ cost: sum('cost'), currency: priced.currency, unpricedRequests: sum('unpricedRequests') });
-  const words = [t('pageRequests', { n: count(sum('requests')) }), t('tokensSplit', { input: count(sum('inputTokens')), output: count(sum('outputTokens')) }), money].filter(Boolean);
+  const words = [many('requests', sum('requests')), t('tokensSplit', { input: count(sum('inputTokens')), output: count(sum('outputTokens')) }), money].filter(Boolean);
   return h('p', {}, words.join(' · '), ' ', h('a', { href: '#/tasks?view=usage', text: t('details') }));
 }
 

@@ -2,7 +2,7 @@
 
 import { post, put } from '../api.js';
 import { button, fill, h } from '../dom.js';
-import { count, dayAndTime, t } from '../i18n.js';
+import { dayAndTime, many, t } from '../i18n.js';
 import { modelField } from './model_field.js';
 import { busy, choice, field, toggle } from './parts.js';
 
@@ -97,7 +97,7 @@ const foundOf = ({ capabilities = {} }) => Object.entries(capabilities).map(([na
 
 /** The result of a service test in the page's language: the server sends a code and English text. `answered`: real requests. */
 export function outcomeOf(result, answered = 0) {
-  if (!result && answered) return [h('span', { class: 'tag ok', text: t('testOk') }), ' ', h('span', { text: t('serviceAnswers', { n: count(answered) }) })];
+  if (!result && answered) return [h('span', { class: 'tag ok', text: t('testOk') }), ' ', h('span', { text: t('serviceAnswers', { n: many('requests', answered) }) })];
   if (!result) return [h('span', { class: 'tag', text: t('untested') })];
   const text = result.ok ? t('test_ok', { s: (result.ms / 1000).toFixed(1) }) : t(`test_${result.code}`);
   return [

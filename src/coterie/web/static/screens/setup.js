@@ -2,7 +2,7 @@
 
 import { del, get, post, put } from '../api.js';
 import { button, fill, h } from '../dom.js';
-import { bytes, count, settingProblem, t } from '../i18n.js';
+import { bytes, count, many, settingProblem, t } from '../i18n.js';
 import { oops, toast } from '../notices.js';
 import { on, resync, state } from '../state.js';
 import { settings } from './settings.js';
@@ -67,7 +67,7 @@ export function render(root) {
 async function reload(load) {
   try {
     const { problems } = await post('/reload');
-    toast({ text: problems.length ? t('setupReloadedProblems', { n: problems.length }) : t('setupReloaded') });
+    toast({ text: problems.length ? t('setupReloadedProblems', { n: many('problems', problems.length) }) : t('setupReloaded') });
     await Promise.all([load(), resync()]);
   } catch (error) {
     if (error.code === 'config_invalid') toast({ kind: 'error', text: t('configRefused') }); // the reasons are shown above

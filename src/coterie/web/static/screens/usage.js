@@ -2,7 +2,7 @@
 
 import { query } from '../api.js';
 import { empty, fill, h, s } from '../dom.js';
-import { count, money, roughly, t } from '../i18n.js';
+import { count, many, money, roughly, t } from '../i18n.js';
 import { who } from '../message.js';
 import { on } from '../state.js';
 import { costWords } from '../task_line.js';
@@ -76,7 +76,7 @@ function contents(rows, { measure, by, days }, width) {
   const unpriced = rows.reduce((sum, row) => sum + (row.unpricedRequests ?? 0), 0);
   return [
     !isKnown && h('p', { class: 'item-text', 'data-testid': 'usage-unknown', text: t('costUnknownWhy') }),
-    isKnown && measure === 'cost' && unpriced > 0 && h('p', { class: 'meta', text: t('costPartly', { n: count(unpriced) }) }),
+    isKnown && measure === 'cost' && unpriced > 0 && h('p', { class: 'meta', text: t('costPartly', { n: many('requests', unpriced) }) }),
     isKnown && plot(rows, { by, groups, value, shown, name, days: Number(days), width, label: t('usageLabel', { what: t(`usage_${measure}`), n: days }) }),
     section('usage-sums', t('usageSums'), totals(rows, by, groups, name, currency)),
   ];
