@@ -33,7 +33,7 @@ function mount() {
     if (!one) return;
     sync(about, avatar(one, { size: 'large' }), h('h2', { dir: 'auto' }, one.name || one.id), one.role && h('p', { class: 'meta', dir: 'auto' }, one.role), one.description && h('p', { dir: 'auto' }, one.description));
     const kinds = takes(one).map((kind) => t(`can_${kind}`)).join(t('comma'));
-    const rows = [[t('tasksState'), doing(one)], [t('model'), one.service], [t('takesIn'), kinds], [t('createdBy'), one.parent && h('a', { href: agentPath(one.parent) }, nameOf(one.parent))]];
+    const rows = [[t('tasksState'), one.state === 'active' && one.phase === 'tool' && one.tool ? t('runningTool', { name: one.tool }) : doing(one)], [t('model'), one.service], [t('takesIn'), kinds], [t('createdBy'), one.parent && h('a', { href: agentPath(one.parent) }, nameOf(one.parent))]];
     sync(facts, rows.filter(([, value]) => value).map(([name, value]) => [h('dt', {}, name), h('dd', { dir: 'auto' }, value)]));
     sync(links, h('a', { href: `#/agents/${encodeURIComponent(one.id)}` }, t('details')), h('a', { href: `#/timeline?agent=${encodeURIComponent(one.id)}` }, t('timeline')), h('a', { href: '#/artifacts' }, t('artifacts')), h('a', { href: '#/org' }, t('org')));
     if (!small.matches && shown !== one.id) open(one.id);
