@@ -6,7 +6,7 @@ import { dayKey, t } from './i18n.js';
 import { Feed } from './feed.js';
 import { asksAboutBudget, draftView, messageView, problemView, spokenView } from './message.js';
 import { agentPath } from './router.js';
-import { approvalOf, dropLocal, isSaid, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, saidIn, state, SYSTEM, takes, thread, threadOf } from './state.js';
+import { dropLocal, isSaid, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, saidIn, state, SYSTEM, takes, thread, threadOf } from './state.js';
 import { dock } from './shell.js';
 import { mountComposer, putBack, retryLocal, sendText } from './composer.js';
 import { isQueued, isWaiting, waited } from './waiting.js';
@@ -57,8 +57,8 @@ const isCutAnswer = (plan) => plan.outcome === 'withdrawn' && !plan.calls.length
 /** The time of a message in the agent's history: its own count when sent, the person's when the agent read them. */
 const happened = (message) => (message.from === PERSON ? message.takenAt ?? message.deliveredAt : message.deliveredAt);
 
-/** True if a message stands after a plan. In one transaction a plan asks for approval, or is withdrawn for what is then read. */
-const isAfter = (item, plan) => item.at > plan.at || (item.at === plan.at && Boolean(plan.interruptedBy || approvalOf(state.messages.get(item.id))));
+/** True if a message stands after a plan. At the same time a plan asks for approval or sends, or is withdrawn for what is then read. */
+const isAfter = (item, plan) => item.at > plan.at || (item.at === plan.at && (Boolean(plan.interruptedBy) || item.from === plan.agent));
 
 /** In one transaction an answer is sent before the agent reads on, unless it is the answer to what it reads. */
 function byTime(a, b) {
