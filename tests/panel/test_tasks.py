@@ -83,6 +83,17 @@ async def test_the_line_tells_who_is_at_work_and_then_how_long_it_took_and_what_
         await expect(page.get_by_test_id("link-tasks").locator(".badge")).to_have_count(0)
 
 
+async def test_the_line_says_that_only_a_scheduled_message_is_left(panel: Panel, words: Words) -> None:
+    page = await panel.open(locale=words.locale)
+    later = {"to": "user", "payload": {"text": "Take a break"}, "delayMs": 50_000}
+    panel.server.script(Says(calls=(Calls("send_message", later),)), "I remind you soon.")
+    sent = await started(page, panel, "Remind me in a moment")
+    waits = f"{words('taskScheduled')} · {words('n_many_messages', n=3)}"
+    await expect(line(page, sent).get_by_test_id("task-link")).to_have_text(waits)
+    await page.reload()
+    await expect(line(page, sent).get_by_test_id("task-link")).to_have_text(waits)
+
+
 async def test_an_unknown_cost_is_left_out_of_the_line_and_called_unknown_in_the_task(panel: Panel) -> None:
     page = await panel.open()
     panel.server.script("Good morning")

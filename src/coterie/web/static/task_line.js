@@ -19,11 +19,14 @@ export function costWords({ cost, currency, unpricedRequests }) {
   return unpricedRequests > 0 ? t('atLeast', { cost: money(cost, currency) }) : money(cost, currency);
 }
 
+/** True if a scheduled message of the task is still to come: the server counts those of the next minute as its work. */
+const waitsForTime = ({ id }) => [...state.delayed.values()].some((one) => one.task === id);
+
 /** A task in a few words, without its cost if that is unknown. `since`: when the person wrote; otherwise its beginning. */
 export function taskWords(task, since = task.createdAt) {
   const { state: now, active, activeAgents, agents, messages } = task;
   const lasted = duration(Math.max(100, Date.parse(task.stoppedAt ?? task.lastAt) - Date.parse(since)));
-  const live = now === 'waiting' ? t('taskState_waiting') : active > 1 ? t('agentsAtWork', { n: active }) : active === 1 ? t('agentAtWork', { name: nameOf(activeAgents[0]) }) : t('taskQueued');
+  const live = now === 'waiting' ? t('taskState_waiting') : active > 1 ? t('agentsAtWork', { n: active }) : active === 1 ? t('agentAtWork', { name: nameOf(activeAgents[0]) }) : t(waitsForTime(task) ? 'taskScheduled' : 'taskQueued');
   const words = isOpenTask(task) ? [live, many('messages', messages)] : [now !== 'stopped' && task.unread ? t('taskUnread') : t(ENDED[now], { time: lasted }), agents > 1 && many('agents', agents)];
   return [...words, costWords(task)].filter(Boolean).join(' · ');
 }
@@ -77,7 +80,7 @@ export function taskLine(message, before) {
   };
   update();
   before.after(el);
-  const end = on([`task:${message.task}`, `message:${message.id}`, 'snapshot', 'agents'], update);
+  const end = on([`task:${message.task}`, `message:${message.id}`, 'snapshot', 'agents', 'delayed'], update);
   return {
     leave() {
       end();
