@@ -14,24 +14,35 @@ from starlette.routing import Route
 from coterie.clock import Clock, SystemClock
 from coterie.society import Society
 from coterie.task_following import TaskFollowing
-from coterie.web import auth, metrics, openai, static_files
+from coterie.web import auth, metrics, sse, static_files
 from coterie.web.a2a import door as a2a_door
 from coterie.web.addresses import Addresses, ClientAddresses, addresses
-from coterie.web.api import ROUTERS as API_ROUTERS
+from coterie.web.api import agents, artifacts, definitions, keys, messages, services, storage, tasks, threads
 from coterie.web.api.artifacts import Uploads
 from coterie.web.auth import Access
 from coterie.web.errors import install_error_handlers
 from coterie.web.mcp import door as mcp_door
 from coterie.web.middleware import SecurityMiddleware
+from coterie.web.openai import chat, responses
 from coterie.web.openai.asking import Asking
 from coterie.web.openapi import describe
 from coterie.web.routing import Router
 from coterie.web.sse import Hub
 
 ROUTERS: list[Router] = [
-    *API_ROUTERS,
+    messages.router,
+    sse.router,
+    agents.router,
+    threads.router,
+    tasks.router,
+    services.router,
+    definitions.router,
+    artifacts.router,
+    keys.router,
+    storage.router,
     auth.links,
-    *openai.ROUTERS,
+    chat.router,
+    responses.router,
     metrics.router,
     auth.router,
     static_files.router,
