@@ -88,12 +88,7 @@ class ProblemDocument(Schema):
     code: Annotated[str, Meta(description="For programs.")]
     id: Annotated[str, Meta(description="`internal_error`: the incident's id in the log.")] | UnsetType = UNSET
     places: Annotated[list[ErrorPlace], Meta(description="`request_invalid`: wrong fields.")] | UnsetType = UNSET
-    problems: (
-        Annotated[
-            list[ErrorPlace], Meta(description="`config_invalid`, `service_invalid`, `agent_invalid`: wrong settings.")
-        ]
-        | UnsetType
-    ) = UNSET
+    problems: Annotated[list[ErrorPlace], Meta(description="A refused change: wrong settings.")] | UnsetType = UNSET
     answer: Annotated[Answer, Meta(description="`already_answered`: the answer that counts.")] | UnsetType = UNSET
 
 
