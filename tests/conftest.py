@@ -60,16 +60,23 @@ LONGEST = (
     {"test_failpoints.py", "test_door_kills.py", "test_pruning.py", "test_mcp_sampling.py"},
 )
 """The files that each of four test processes starts with. Short tests at the end balance the load."""
+HANGS_AFTER_SECONDS = 120
+"""A test of every change that takes longer hangs: it fails and prints its stack. The longest takes 15 s."""
 PEOPLE = [Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada"), Agent(id="bob", name="Bob")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow tests and order them. PostgreSQL runs repeat the SQLite ones, so they count as slow."""
+    """Mark slow tests, limit the time of each, and order them.
+
+    PostgreSQL runs repeat the SQLite ones, so they count as slow.
+    """
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         shared = params.get("engine") == "postgres" or "postgres" in getattr(item, "fixturenames", ())
         if shared or item.path.parent.name in SLOW_FOLDERS or item.path.name in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
+        if not (item.get_closest_marker("full") or item.get_closest_marker("real")):
+            item.add_marker(pytest.mark.timeout(HANGS_AFTER_SECONDS))
     items[:] = _longest_first(items)
 
 

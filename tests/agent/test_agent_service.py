@@ -16,7 +16,8 @@ from coterie.llm.config import ServiceEntry, ServiceRegistry
 from coterie.llm.service import UnknownService
 from coterie.store import Store
 from coterie.testing import Calls, Says
-from coterie.testing.model_server import Reply
+from coterie.testing.model_server import CustomReply, Reply
+from tests.agent.held_answer import HeldAnswer
 from tests.agent.stage import each, stage
 from tests.llm.harness import Harness
 
@@ -111,8 +112,11 @@ async def test_an_agent_spawned_with_a_tool_exists_after_a_restart(tmp_path: Pat
         role = Calls("create_role", {"name": "scout", "prompt": "You look around."})
         spawn = Calls("spawn_agent", {"role": "scout", "id": "sam", "task": "what do you see?"})
         ada: list[Reply] = [Says(calls=(role, spawn)), "I sent a scout", "the scout sees a tree"]
-        here.server.default = each(ada=ada, sam=["a tree", "still a tree"])
+        seen = HeldAnswer("a", " tree")
+        here.server.default = each(ada=ada, sam=[CustomReply(seen.stream), "still a tree"])
         await here.say("look around")
+        assert await here.texts() == ["I sent a scout"]
+        seen.may_end.set()
         assert await here.texts(2) == ["I sent a scout", "the scout sees a tree"]
         assert await here.history("sam") == [("user", "what do you see?"), ("assistant", "a tree")]
         prompts = [json.dumps(request.body["messages"][0]) for request in here.server.requests]
