@@ -212,7 +212,7 @@ class Store(RetentionStore, Protocol):
         ...
 
     async def flush(self) -> None:
-        """Return when all earlier writes are committed or refused and their callers have the result."""
+        """Return when all earlier writes are durable or refused and their callers have the result."""
         ...
 
     async def unblock(self, agent_ids: Sequence[str]) -> Sequence[str]:

@@ -209,6 +209,10 @@ class TurnStore(Protocol):
         """Claim agents for `worker` in the transaction that delivers their mail, while `worker` has slots."""
         ...
 
+    async def flush(self) -> None:
+        """Return when all earlier commits are durable."""
+        ...
+
     async def claim_ready(
         self, worker: str, rules: Rules, limit: int, *, others: int | None = None, admission: Admission | None = None
     ) -> Sequence[Claim]:

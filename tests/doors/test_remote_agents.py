@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from coterie.config import SocietyFolder, read_config
 from coterie.configuration import read_files
 from coterie.errors import ConfigError
 from coterie.llm.config import ServiceRegistry
+from coterie.stores.sqlite import writer
 from coterie.testing import Calls, Says
 from coterie.testing.model_server import ReceivedRequest, Reply
 from tests.agent.held_answer import HeldAnswer
@@ -96,6 +99,40 @@ async def test_a_stop_here_cancels_the_task_there(tmp_path: Path, monkeypatch: p
         await there.here.ended(running.id)
         assert (await there.here.society.task(running.id)).task.state == "stopped"
         assert (await here.society.task(task)).task.state == "stopped"
+
+
+async def test_a_message_goes_out_only_when_it_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    may_flush = threading.Event()
+
+    def slow(handle: int) -> None:
+        is_here = "/here/" in os.readlink(f"/proc/self/fd/{handle}")
+        if is_here:
+            assert may_flush.wait(60)
+        fdatasync(handle)
+        if is_here:
+            order.append("flushed")
+
+    def answer(request: ReceivedRequest) -> Reply:
+        order.append("received")
+        may_flush.set()
+        return "It is 42."
+
+    async with here_and_there(tmp_path, monkeypatch) as (here, there), asyncio.timeout(300):
+        there.here.server.default = answer
+        flush = here.society.store.flush
+
+        async def released() -> None:
+            may_flush.set()
+            await flush()
+
+        await flush()
+        fdatasync = writer.fdatasync
+        monkeypatch.setattr(writer, "fdatasync", slow)
+        monkeypatch.setattr(here.society.store, "flush", released)
+        await here.say("What is it?", "anna")
+        await here.heard()
+        assert order.index("flushed") < order.index("received")
 
 
 def sends_a_file(request: ReceivedRequest) -> Reply:

@@ -427,6 +427,8 @@ class LlmHandler:
         the history.
         """
         service = self._directory.service_of(claim.agent_id)
+        if service.is_remote_agent:  # it acts, so what it is asked must not be lost
+            await self._retry_store(claim, self._store.flush)
         request = await self._retry_store(claim, partial(self._requests.build, claim, profile, turn.prompt))
         size, limit = estimate_tokens(request), math.inf
         too_long: list[ContextTooLong] = []
