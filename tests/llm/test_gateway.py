@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import timedelta
 
 import pytest
 from msgspec.structs import replace
 
+from coterie.artifacts import Artifact
 from coterie.llm.config import ServiceRegistry
 from coterie.llm.gateway import FIRST_OPEN_SECONDS, MAX_FAILURES
 from coterie.llm.service import (
@@ -422,6 +423,69 @@ async def test_an_abandoned_probe_is_followed_by_another() -> None:
     async with aclosing(harness.gateway.generate("main", HELLO, agent_id="ada")) as pieces:
         await anext(pieces)
     assert await harness.ask("main", HELLO) == [Completion(text="ok", service="main")]
+
+
+async def test_requests_that_waited_for_an_abandoned_probe_wait_for_the_next_one() -> None:
+    harness = Harness(service("main"))
+    await fail(harness, "main", MAX_FAILURES)
+    await harness.clock.advance(seconds=FIRST_OPEN_SECONDS)
+    event = asyncio.Event()
+    harness.fakes["main"].script(gate(asyncio.Event()))
+    harness.fakes["main"].script(gate(event), Completion(text="back"))
+
+    probe, *others = [asyncio.create_task(harness.ask("main", HELLO)) for _ in range(3)]
+    await settle()
+    probe.cancel()
+    await settle()
+    assert not any(other.done() for other in others)
+    event.set()
+    answers = await asyncio.gather(*others)
+    assert answers == [[Completion(text=text, service="main")] for text in ("back", "ok")]
+
+
+async def test_a_request_whose_files_are_read_while_a_probe_starts_waits_for_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = Harness(service("main", ["vision"]))
+    await fail(harness, "main", MAX_FAILURES)
+    await harness.clock.advance(seconds=FIRST_OPEN_SECONDS)
+    read, ended, find = asyncio.Event(), asyncio.Event(), harness.artifacts.artifacts
+
+    async def find_later(refs: Sequence[str]) -> Mapping[str, Artifact]:
+        await read.wait()
+        return await find(refs)
+
+    monkeypatch.setattr(harness.artifacts, "artifacts", find_later)
+    harness.fakes["main"].script(gate(ended), Completion(text="back"))
+    picture = user_request(harness.artifacts.keep(PNG, "photo.png"))
+
+    reading = asyncio.create_task(harness.ask("main", picture))
+    await settle()
+    probe = asyncio.create_task(harness.ask("main", HELLO))
+    await settle()
+    read.set()
+    await settle()
+    assert not reading.done()
+    ended.set()
+    assert await probe == [Completion(text="back", service="main")]
+    assert await reading == [Completion(text="ok", service="main")]
+
+
+async def test_a_request_that_waited_for_a_failed_probe_goes_to_the_repaired_service() -> None:
+    harness = Harness(service("main"))
+    await fail(harness, "main", MAX_FAILURES)
+    await harness.clock.advance(seconds=FIRST_OPEN_SECONDS)
+    event = asyncio.Event()
+    harness.fakes["main"].script(gate(event), DOWN)
+
+    probe, waiting = [asyncio.create_task(harness.ask("main", HELLO)) for _ in range(2)]
+    await settle()
+    harness.services.replace_with(ServiceRegistry([service("main", max_tokens=100)]))
+    event.set()
+
+    with pytest.raises(TransientError):
+        await probe
+    assert await waiting == [Completion(text="ok", service="main")]
 
 
 async def test_queued_requests_fail_when_the_circuit_opens() -> None:

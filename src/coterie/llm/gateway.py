@@ -247,13 +247,13 @@ class ModelGateway:
         try:
             await self._acquire_slot(entry, active, attempt)
             try:
-                if not self._services.has_unchanged(entry):
-                    raise _EntryChanged
+                self._check_unchanged(entry)
                 refused, started, limit = set[str](), self._clock.monotonic(), None
                 while True:
                     # Adapted after the queue, so that waiting requests hold no attachments in memory.
                     adapted = await self._router.fit(attempt.request, entry, agent_id=attempt.agent_id)
-                    self._check_breaker(entry, breaker)  # it may have opened while the request waited
+                    # The breaker may have opened, or a probe begun, while the request waited or its files were read.
+                    await self._wait_until_allowed(entry, breaker, attempt)
                     if attempt.on_start:
                         attempt.on_start(entry)
                     has_output = False
@@ -313,24 +313,30 @@ class ModelGateway:
                 await pieces.aclose()
 
     async def _acquire_slot(self, entry: ServiceEntry, active: _ActiveService, attempt: _Attempt) -> None:
-        """Wait for a slot; the caller releases it.
-
-        A probe may take minutes. A request without a fallback waits for its end, because an error would count as a
-        failed try of its agent, and a few tries block the agent.
-        """
+        """Wait for a slot; the caller releases it."""
         breaker, key = active.breaker, attempt.key
         self._waiting[key] += 1
         try:
             while True:
-                if not attempt.has_fallback:
-                    await breaker.wait_for_probe()
-                self._check_breaker(entry, breaker)
+                await self._wait_until_allowed(entry, breaker, attempt)
                 await active.queue.acquire(for_person=key[1])
                 if attempt.has_fallback or not breaker.is_probing:
                     return
                 active.queue.release()
         finally:
             self._stop_waiting(key)
+
+    async def _wait_until_allowed(self, entry: ServiceEntry, breaker: CircuitBreaker, attempt: _Attempt) -> None:
+        """Wait for the end of a probe. `CircuitOpen`, `_EntryChanged`: the request must not be sent.
+
+        A probe may take minutes. A request without a fallback waits for its end, because an error would count as a
+        failed try of its agent, and a few tries block the agent.
+        """
+        # An abandoned probe wakes all waiting requests, and the first of them is the next probe.
+        while breaker.is_probing and not attempt.has_fallback:
+            await breaker.wait_for_probe()
+        self._check_unchanged(entry)  # first: the breaker of a changed entry says nothing about the new one
+        self._check_breaker(entry, breaker)
 
     def _stop_waiting(self, key: tuple[str, bool]) -> None:
         self._waiting[key] -= 1
@@ -392,6 +398,10 @@ class ModelGateway:
             message = f'service "{entry.id}" keeps failing; it is tried again in {math.ceil(wait)} s'
             raise CircuitOpen(message, retry_after=timedelta(seconds=wait))
 
+    def _check_unchanged(self, entry: ServiceEntry) -> None:
+        if not self._services.has_unchanged(entry):
+            raise _EntryChanged
+
     def _activate(self, entry: ServiceEntry) -> _ActiveService:
         active = self._active.get(entry)
         if active is None:
@@ -413,7 +423,7 @@ class ModelGateway:
 
 
 class _EntryChanged(Exception):
-    """The service was changed or removed while the request waited for a slot. Nothing was sent."""
+    """The service was changed or removed while the request waited. Nothing was answered."""
 
 
 @dataclass(slots=True)
