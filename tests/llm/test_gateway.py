@@ -583,6 +583,42 @@ async def test_a_request_that_waited_for_a_removed_service_is_not_sent() -> None
     assert len(harness.fakes["main"].requests) == 1
 
 
+async def test_an_outdated_fallback_does_not_raise_the_limit_of_the_changed_one() -> None:
+    main, event, failing = service("main", fallback=("spare",)), asyncio.Event(), asyncio.Event()
+    harness = Harness(main, service("spare", max_concurrent_requests=8))
+    harness.fakes["main"].script(gate(failing), PermanentError("no quota", category="quota"))
+    first = asyncio.create_task(harness.ask("main", HELLO))
+    await settle()
+
+    harness.services.replace_with(ServiceRegistry([main, service("spare", max_concurrent_requests=1)]))
+    harness.gateway.queue("spare")  # makes the changed service
+    spare = harness.fakes["spare"]
+    spare.script(gate(event), Completion(text="ok"), times=2)
+    others = [asyncio.create_task(harness.ask("spare", HELLO)) for _ in range(2)]
+    await settle()
+    failing.set()
+    await settle()
+    event.set()
+
+    assert await first == [Completion(text="ok", service="main")]
+    await asyncio.gather(*others)
+    assert spare.max_running == 1
+
+
+async def test_an_outdated_fallback_without_a_key_is_replaced_by_the_changed_one() -> None:
+    main, failing = service("main", fallback=("spare",)), asyncio.Event()
+    harness = Harness(main, service("spare", missing_key="SPARE_KEY"))
+    harness.fakes["main"].script(gate(failing), PermanentError("no quota", category="quota"))
+    harness.fakes["main"].script(PermanentError("no quota", category="quota"))
+    asking = asyncio.create_task(harness.ask("main", HELLO))
+    await settle()
+
+    harness.services.replace_with(ServiceRegistry([main, service("spare")]))
+    failing.set()
+
+    assert await asking == [Completion(text="ok", service="spare")]
+
+
 async def test_two_requests_that_end_after_a_reload_close_each_old_service_once() -> None:
     names = ("one", "two", "busy")
     harness = Harness(*map(service, names))

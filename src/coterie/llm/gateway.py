@@ -239,6 +239,7 @@ class ModelGateway:
 
     async def _try_service(self, entry: ServiceEntry, attempt: _Attempt) -> Stream:
         """Ask one service; retry once if it has a fallback, and again without each capability it refuses."""
+        self._check_unchanged(entry)  # a fallback may have changed; activating the old entry would set the old limit
         if entry.missing_key:
             raise PermanentError(_missing_key_message(entry), category="auth")
         active = self._activate(entry)
