@@ -222,6 +222,33 @@ async def test_a_service_that_keeps_refusing_is_asked_a_limited_number_of_times(
     assert len(harness.fakes["main"].requests) == 2
 
 
+async def test_of_files_that_are_too_large_together_the_older_half_is_left_out_of_this_request() -> None:
+    harness = Harness(service("main", ["vision"]))
+    main = harness.fakes["main"]
+    main.script(UnsupportedCapability("413", capability="vision", is_size=True), times=2)
+    pictures = [harness.artifacts.keep(PNG + bytes([n]), f"{n}.png") for n in range(4)]
+
+    await harness.ask("main", user_request(*pictures))
+    await harness.ask("main", user_request(*pictures))
+
+    sent = [[isinstance(part, InlineFile) for part in parts_of(request)] for request in main.requests]
+    assert sent == [[True] * 4, [False, False, True, True], [False, False, False, True], [True] * 4]
+    assert description(parts_of(main.requests[1])[0])["unsupported"] == "request_size"
+    assert harness.learned_limits.list_for(harness.services.get("main")) == []
+
+
+async def test_copies_of_a_file_that_are_too_large_together_are_no_reason_to_refuse_it_alone() -> None:
+    harness = Harness(service("main", ["vision"]))
+    main = harness.fakes["main"]
+    main.script(UnsupportedCapability("413", capability="vision", is_size=True))
+    copies = [harness.artifacts.keep(PNG, f"{n}.png") for n in range(2)]
+
+    await harness.ask("main", user_request(*copies))
+    await harness.ask("main", user_request(copies[0]))
+
+    assert [isinstance(parts_of(request)[0], InlineFile) for request in main.requests] == [True, False, True]
+
+
 # Fallbacks
 
 

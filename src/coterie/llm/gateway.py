@@ -24,11 +24,12 @@ from coterie.llm.call_metrics import ModelCallMetrics
 from coterie.llm.concurrency import ServiceQueue, ServiceQueues
 from coterie.llm.config import ServiceEntry, ServiceRegistry
 from coterie.llm.learned_limits import LearnedLimits, content_limit, type_limit
-from coterie.llm.routing import CapabilityRouter, newest_files, required_capabilities
+from coterie.llm.routing import CapabilityRouter, inline_files, newest_files, required_capabilities
 from coterie.llm.service import (
     CircuitOpen,
     Completion,
     ContextTooLong,
+    InlineFile,
     LLMService,
     MalformedResponse,
     ModelRequest,
@@ -249,10 +250,12 @@ class ModelGateway:
             await self._acquire_slot(entry, active, attempt)
             try:
                 self._check_unchanged(entry)
-                refused, started, limit = set[str](), self._clock.monotonic(), None
+                refused, left_out, started, limit = set[str](), set[str](), self._clock.monotonic(), None
                 while True:
                     # Adapted after the queue, so that waiting requests hold no attachments in memory.
-                    adapted = await self._router.fit(attempt.request, entry, agent_id=attempt.agent_id)
+                    adapted = await self._router.fit(
+                        attempt.request, entry, agent_id=attempt.agent_id, left_out=left_out
+                    )
                     # The breaker may have opened, or a probe begun, while the request waited or its files were read.
                     await self._wait_until_allowed(entry, breaker, attempt)
                     if attempt.on_start:
@@ -266,7 +269,7 @@ class ModelGateway:
                         return
                     except ServiceError as error:
                         if not has_output and isinstance(error, UnsupportedCapability):
-                            if not self._learn_limit(error, entry, adapted, refused):
+                            if not self._learn_limit(error, entry, adapted, refused, left_out):
                                 raise
                             continue
                         if not attempt.has_fallback or not isinstance(error, TransientError | MalformedResponse):
@@ -350,16 +353,27 @@ class ModelGateway:
         return max(MAX_WAITING_REQUESTS, limit)
 
     def _learn_limit(
-        self, error: UnsupportedCapability, entry: ServiceEntry, sent: ModelRequest, refused: set[str]
+        self,
+        error: UnsupportedCapability,
+        entry: ServiceEntry,
+        sent: ModelRequest,
+        refused: set[str],
+        left_out: set[str],
     ) -> bool:
-        """Record what was refused. False if the request did not use it, so a retry would be the same."""
+        """Record what was refused. False if the request did not use it, so a retry would be the same.
+
+        If the files are too large together, only add the older half of them to `left_out`.
+        """
+        if error.is_size and len(files := inline_files(sent)) > 1:
+            return _leave_out_older(files, left_out)
         limits = {type_limit(error.capability, one) for one in error.types} or {error.capability}
-        if error.is_content:
+        if error.is_content or error.is_size:
             files = newest_files(sent, error.capability)
             limits = {content_limit(error.capability, sha256(file.data).hexdigest()) for file in files}
         if limits <= refused or error.capability not in required_capabilities(sent):
             return False
         refused |= limits
+        left_out.clear()  # the others may fit without the one that is too large alone
         for limit in sorted(limits):
             self._learned_limits.record(entry, limit, str(error))
         return True
@@ -457,6 +471,16 @@ async def _first(pieces: AsyncIterator[TextDelta | Completion], limit: float | N
             return await anext(pieces, None)
     except TimeoutError:
         raise TransientError(f"the retry gave no answer within {limit:.1f} s", reason="timeout") from None
+
+
+def _leave_out_older(files: Sequence[InlineFile], left_out: set[str]) -> bool:
+    """Add the older half of the files, rounded up, to `left_out`. False if they had been left out before."""
+    # A file that was sent several times counts as its newest copy.
+    newest_first = dict.fromkeys(sha256(file.data).hexdigest() for file in reversed(files))
+    older = [*newest_first][len(newest_first) // 2 :]
+    is_new = not left_out.issuperset(older)
+    left_out.update(older)
+    return is_new
 
 
 def _fallback_may_help(error: ServiceError) -> bool:
