@@ -400,11 +400,14 @@ class TaskFollowing:
 
         From now on the subscriber gets the events of all agents with its mail; their ids are added to `ids`.
         """
-        with suppress(StoreError):  # the society stops, which is news
+        try:
             if tree := await self.store.task_tree(message_id):
                 ids.update(readers := readers_of(tree))
                 await self.watch.subscribe(subscriber, readers)
                 return await find_obstacle(self.store, tree)
+        except StoreError:
+            if not self.watch.is_stopped:  # a stop of the society wakes the subscriber, a failure of the store does not
+                raise
         return None
 
     def stream(self, agent_id: str, *, with_text: bool = True) -> TaskStream:

@@ -175,7 +175,10 @@ class TurnWorker(Protocol):
         ...
 
     def start_turns(self, claims: Sequence[Claim]) -> None:
-        """Start claimed turns, in slots reserved before. Called on the event loop."""
+        """Start claimed turns, in slots reserved before. Called on the event loop.
+
+        The commit of the claims need not be flushed yet: a power cut may take it back.
+        """
         ...
 
     def abandon_turns(self) -> None:

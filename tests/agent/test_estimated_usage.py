@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from coterie.clock import UNIX_EPOCH
+from coterie.errors import StoreUnavailable
 from coterie.store import Usage
 from coterie.testing.model_server import Calls, CustomReply, ReceivedRequest, Says, ServerConnection, Status, chunk
 from coterie.turn_store import StaleClaim
@@ -193,3 +194,23 @@ async def test_an_answer_that_was_stored_is_not_counted_again_when_the_next_step
         gate.set()
         assert await here.texts(2) == ["first", "second"]
         assert refused.is_set() and await requests_of(here, "ada") == 2
+
+
+async def test_a_limit_that_is_switched_off_while_the_store_is_unavailable_blocks_no_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stage(tmp_path, agents=LIMITED) as here, asyncio.timeout(30):
+        reserve, failed = here.society.store.reserve_tokens, asyncio.Event()
+
+        async def fail_once(*args: Any, **named: Any) -> bool:
+            if not failed.is_set():
+                failed.set()
+                (tmp_path / "coterie.toml").write_text("[agents.ada]\n[agents.bob]\n")
+                await here.society.reload()
+                raise StoreUnavailable("the database restarts")
+            return await reserve(*args, **named)
+
+        monkeypatch.setattr(here.society.store, "reserve_tokens", fail_once)
+        await here.say("hello")
+        assert await here.texts() == ["ok"]
+        assert failed.is_set()

@@ -61,6 +61,14 @@ async def test_what_json_cannot_represent_is_no_number(said: str) -> None:
     assert "expected a number." in person.asked[1][0]
 
 
+async def test_a_whole_number_may_be_larger_than_any_decimal_number() -> None:
+    said = "1" + "0" * 400
+    assert (await fill(Person(said), count={"type": "integer"})).content == {"count": 10**400}
+    person = Person(said, "3")
+    assert (await fill(person, count={"type": "integer", "maximum": 9})).content == {"count": 3}
+    assert "to 9" in person.asked[1][0]
+
+
 async def test_a_choice_of_several_values_names_them() -> None:
     person = Person("red, Blue")
     answer = await fill(person, colours={"type": "array", "items": {"enum": ["red", "green", "blue"]}})

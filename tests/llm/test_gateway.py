@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import timedelta
 
 import pytest
 from msgspec.structs import replace
 
+from coterie.artifacts import Artifact
 from coterie.llm.config import ServiceRegistry
 from coterie.llm.gateway import FIRST_OPEN_SECONDS, MAX_FAILURES
 from coterie.llm.service import (
@@ -221,6 +222,33 @@ async def test_a_service_that_keeps_refusing_is_asked_a_limited_number_of_times(
     assert len(harness.fakes["main"].requests) == 2
 
 
+async def test_of_files_that_are_too_large_together_the_older_half_is_left_out_of_this_request() -> None:
+    harness = Harness(service("main", ["vision"]))
+    main = harness.fakes["main"]
+    main.script(UnsupportedCapability("413", capability="vision", is_size=True), times=2)
+    pictures = [harness.artifacts.keep(PNG + bytes([n]), f"{n}.png") for n in range(4)]
+
+    await harness.ask("main", user_request(*pictures))
+    await harness.ask("main", user_request(*pictures))
+
+    sent = [[isinstance(part, InlineFile) for part in parts_of(request)] for request in main.requests]
+    assert sent == [[True] * 4, [False, False, True, True], [False, False, False, True], [True] * 4]
+    assert description(parts_of(main.requests[1])[0])["unsupported"] == "request_size"
+    assert harness.learned_limits.list_for(harness.services.get("main")) == []
+
+
+async def test_copies_of_a_file_that_are_too_large_together_are_no_reason_to_refuse_it_alone() -> None:
+    harness = Harness(service("main", ["vision"]))
+    main = harness.fakes["main"]
+    main.script(UnsupportedCapability("413", capability="vision", is_size=True))
+    copies = [harness.artifacts.keep(PNG, f"{n}.png") for n in range(2)]
+
+    await harness.ask("main", user_request(*copies))
+    await harness.ask("main", user_request(copies[0]))
+
+    assert [isinstance(parts_of(request)[0], InlineFile) for request in main.requests] == [True, False, True]
+
+
 # Fallbacks
 
 
@@ -424,6 +452,69 @@ async def test_an_abandoned_probe_is_followed_by_another() -> None:
     assert await harness.ask("main", HELLO) == [Completion(text="ok", service="main")]
 
 
+async def test_requests_that_waited_for_an_abandoned_probe_wait_for_the_next_one() -> None:
+    harness = Harness(service("main"))
+    await fail(harness, "main", MAX_FAILURES)
+    await harness.clock.advance(seconds=FIRST_OPEN_SECONDS)
+    event = asyncio.Event()
+    harness.fakes["main"].script(gate(asyncio.Event()))
+    harness.fakes["main"].script(gate(event), Completion(text="back"))
+
+    probe, *others = [asyncio.create_task(harness.ask("main", HELLO)) for _ in range(3)]
+    await settle()
+    probe.cancel()
+    await settle()
+    assert not any(other.done() for other in others)
+    event.set()
+    answers = await asyncio.gather(*others)
+    assert answers == [[Completion(text=text, service="main")] for text in ("back", "ok")]
+
+
+async def test_a_request_whose_files_are_read_while_a_probe_starts_waits_for_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = Harness(service("main", ["vision"]))
+    await fail(harness, "main", MAX_FAILURES)
+    await harness.clock.advance(seconds=FIRST_OPEN_SECONDS)
+    read, ended, find = asyncio.Event(), asyncio.Event(), harness.artifacts.artifacts
+
+    async def find_later(refs: Sequence[str]) -> Mapping[str, Artifact]:
+        await read.wait()
+        return await find(refs)
+
+    monkeypatch.setattr(harness.artifacts, "artifacts", find_later)
+    harness.fakes["main"].script(gate(ended), Completion(text="back"))
+    picture = user_request(harness.artifacts.keep(PNG, "photo.png"))
+
+    reading = asyncio.create_task(harness.ask("main", picture))
+    await settle()
+    probe = asyncio.create_task(harness.ask("main", HELLO))
+    await settle()
+    read.set()
+    await settle()
+    assert not reading.done()
+    ended.set()
+    assert await probe == [Completion(text="back", service="main")]
+    assert await reading == [Completion(text="ok", service="main")]
+
+
+async def test_a_request_that_waited_for_a_failed_probe_goes_to_the_repaired_service() -> None:
+    harness = Harness(service("main"))
+    await fail(harness, "main", MAX_FAILURES)
+    await harness.clock.advance(seconds=FIRST_OPEN_SECONDS)
+    event = asyncio.Event()
+    harness.fakes["main"].script(gate(event), DOWN)
+
+    probe, waiting = [asyncio.create_task(harness.ask("main", HELLO)) for _ in range(2)]
+    await settle()
+    harness.services.replace_with(ServiceRegistry([service("main", max_tokens=100)]))
+    event.set()
+
+    with pytest.raises(TransientError):
+        await probe
+    assert await waiting == [Completion(text="ok", service="main")]
+
+
 async def test_queued_requests_fail_when_the_circuit_opens() -> None:
     harness = Harness(service("main", max_concurrent_requests=MAX_FAILURES))
     event = asyncio.Event()
@@ -517,6 +608,42 @@ async def test_a_request_that_waited_for_a_removed_service_is_not_sent() -> None
     assert answered == [Completion(text="old", service="main")]
     assert isinstance(refused, UnknownService)
     assert len(harness.fakes["main"].requests) == 1
+
+
+async def test_an_outdated_fallback_does_not_raise_the_limit_of_the_changed_one() -> None:
+    main, event, failing = service("main", fallback=("spare",)), asyncio.Event(), asyncio.Event()
+    harness = Harness(main, service("spare", max_concurrent_requests=8))
+    harness.fakes["main"].script(gate(failing), PermanentError("no quota", category="quota"))
+    first = asyncio.create_task(harness.ask("main", HELLO))
+    await settle()
+
+    harness.services.replace_with(ServiceRegistry([main, service("spare", max_concurrent_requests=1)]))
+    harness.gateway.queue("spare")  # makes the changed service
+    spare = harness.fakes["spare"]
+    spare.script(gate(event), Completion(text="ok"), times=2)
+    others = [asyncio.create_task(harness.ask("spare", HELLO)) for _ in range(2)]
+    await settle()
+    failing.set()
+    await settle()
+    event.set()
+
+    assert await first == [Completion(text="ok", service="main")]
+    await asyncio.gather(*others)
+    assert spare.max_running == 1
+
+
+async def test_an_outdated_fallback_without_a_key_is_replaced_by_the_changed_one() -> None:
+    main, failing = service("main", fallback=("spare",)), asyncio.Event()
+    harness = Harness(main, service("spare", missing_key="SPARE_KEY"))
+    harness.fakes["main"].script(gate(failing), PermanentError("no quota", category="quota"))
+    harness.fakes["main"].script(PermanentError("no quota", category="quota"))
+    asking = asyncio.create_task(harness.ask("main", HELLO))
+    await settle()
+
+    harness.services.replace_with(ServiceRegistry([main, service("spare")]))
+    failing.set()
+
+    assert await asking == [Completion(text="ok", service="spare")]
 
 
 async def test_two_requests_that_end_after_a_reload_close_each_old_service_once() -> None:

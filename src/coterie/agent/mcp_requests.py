@@ -170,7 +170,7 @@ def _number(schema: Mapping[str, Any], answer: str, kind: str) -> float:
         value: float = int(answer) if kind == "integer" else float(answer)
     except ValueError:
         raise _WrongAnswer("expected a whole number" if kind == "integer" else "expected a number") from None
-    if not math.isfinite(value):
+    if kind != "integer" and not math.isfinite(value):
         raise _WrongAnswer("expected a number")
     least, most = schema.get("minimum", value), schema.get("maximum", value)
     if not least <= value <= most:

@@ -548,12 +548,13 @@ class LlmHandler:
 
     async def _reserve_tokens(self, claim: Claim, service: str, tokens: int) -> None:
         """Count the estimated tokens before the request, so that a crash cannot lose them."""
-        if self._models.entry(service).is_remote_agent:
+        limit = self._tokens_per_day  # it may have been switched off while the store was unavailable
+        if not limit or self._models.entry(service).is_remote_agent:
             return
         today = self._clock.now().replace(hour=0, minute=0, second=0, microsecond=0)
-        if not await self._store.reserve_tokens(claim, service, tokens, since=today, limit=self._tokens_per_day):
-            limit = f"{self._tokens_per_day:,} tokens"
-            raise PermanentError(f"today's limit of {limit} is spent (limits.tokens_per_day)", category="daily_limit")
+        if not await self._store.reserve_tokens(claim, service, tokens, since=today, limit=limit):
+            problem = f"today's limit of {limit:,} tokens is spent (limits.tokens_per_day)"
+            raise PermanentError(problem, category="daily_limit")
 
     # The tools
 

@@ -24,11 +24,12 @@ from coterie.llm.call_metrics import ModelCallMetrics
 from coterie.llm.concurrency import ServiceQueue, ServiceQueues
 from coterie.llm.config import ServiceEntry, ServiceRegistry
 from coterie.llm.learned_limits import LearnedLimits, content_limit, type_limit
-from coterie.llm.routing import CapabilityRouter, newest_files, required_capabilities
+from coterie.llm.routing import CapabilityRouter, inline_files, newest_files, required_capabilities
 from coterie.llm.service import (
     CircuitOpen,
     Completion,
     ContextTooLong,
+    InlineFile,
     LLMService,
     MalformedResponse,
     ModelRequest,
@@ -239,6 +240,7 @@ class ModelGateway:
 
     async def _try_service(self, entry: ServiceEntry, attempt: _Attempt) -> Stream:
         """Ask one service; retry once if it has a fallback, and again without each capability it refuses."""
+        self._check_unchanged(entry)  # a fallback may have changed; activating the old entry would set the old limit
         if entry.missing_key:
             raise PermanentError(_missing_key_message(entry), category="auth")
         active = self._activate(entry)
@@ -247,13 +249,15 @@ class ModelGateway:
         try:
             await self._acquire_slot(entry, active, attempt)
             try:
-                if not self._services.has_unchanged(entry):
-                    raise _EntryChanged
-                refused, started, limit = set[str](), self._clock.monotonic(), None
+                self._check_unchanged(entry)
+                refused, left_out, started, limit = set[str](), set[str](), self._clock.monotonic(), None
                 while True:
                     # Adapted after the queue, so that waiting requests hold no attachments in memory.
-                    adapted = await self._router.fit(attempt.request, entry, agent_id=attempt.agent_id)
-                    self._check_breaker(entry, breaker)  # it may have opened while the request waited
+                    adapted = await self._router.fit(
+                        attempt.request, entry, agent_id=attempt.agent_id, left_out=left_out
+                    )
+                    # The breaker may have opened, or a probe begun, while the request waited or its files were read.
+                    await self._wait_until_allowed(entry, breaker, attempt)
                     if attempt.on_start:
                         attempt.on_start(entry)
                     has_output = False
@@ -265,7 +269,7 @@ class ModelGateway:
                         return
                     except ServiceError as error:
                         if not has_output and isinstance(error, UnsupportedCapability):
-                            if not self._learn_limit(error, entry, adapted, refused):
+                            if not self._learn_limit(error, entry, adapted, refused, left_out):
                                 raise
                             continue
                         if not attempt.has_fallback or not isinstance(error, TransientError | MalformedResponse):
@@ -313,24 +317,30 @@ class ModelGateway:
                 await pieces.aclose()
 
     async def _acquire_slot(self, entry: ServiceEntry, active: _ActiveService, attempt: _Attempt) -> None:
-        """Wait for a slot; the caller releases it.
-
-        A probe may take minutes. A request without a fallback waits for its end, because an error would count as a
-        failed try of its agent, and a few tries block the agent.
-        """
+        """Wait for a slot; the caller releases it."""
         breaker, key = active.breaker, attempt.key
         self._waiting[key] += 1
         try:
             while True:
-                if not attempt.has_fallback:
-                    await breaker.wait_for_probe()
-                self._check_breaker(entry, breaker)
+                await self._wait_until_allowed(entry, breaker, attempt)
                 await active.queue.acquire(for_person=key[1])
                 if attempt.has_fallback or not breaker.is_probing:
                     return
                 active.queue.release()
         finally:
             self._stop_waiting(key)
+
+    async def _wait_until_allowed(self, entry: ServiceEntry, breaker: CircuitBreaker, attempt: _Attempt) -> None:
+        """Wait for the end of a probe. `CircuitOpen`, `_EntryChanged`: the request must not be sent.
+
+        A probe may take minutes. A request without a fallback waits for its end, because an error would count as a
+        failed try of its agent, and a few tries block the agent.
+        """
+        # An abandoned probe wakes all waiting requests, and the first of them is the next probe.
+        while breaker.is_probing and not attempt.has_fallback:
+            await breaker.wait_for_probe()
+        self._check_unchanged(entry)  # first: the breaker of a changed entry says nothing about the new one
+        self._check_breaker(entry, breaker)
 
     def _stop_waiting(self, key: tuple[str, bool]) -> None:
         self._waiting[key] -= 1
@@ -343,16 +353,27 @@ class ModelGateway:
         return max(MAX_WAITING_REQUESTS, limit)
 
     def _learn_limit(
-        self, error: UnsupportedCapability, entry: ServiceEntry, sent: ModelRequest, refused: set[str]
+        self,
+        error: UnsupportedCapability,
+        entry: ServiceEntry,
+        sent: ModelRequest,
+        refused: set[str],
+        left_out: set[str],
     ) -> bool:
-        """Record what was refused. False if the request did not use it, so a retry would be the same."""
+        """Record what was refused. False if the request did not use it, so a retry would be the same.
+
+        If the files are too large together, only add the older half of them to `left_out`.
+        """
+        if error.is_size and len(files := inline_files(sent)) > 1:
+            return _leave_out_older(files, left_out)
         limits = {type_limit(error.capability, one) for one in error.types} or {error.capability}
-        if error.is_content:
+        if error.is_content or error.is_size:
             files = newest_files(sent, error.capability)
             limits = {content_limit(error.capability, sha256(file.data).hexdigest()) for file in files}
         if limits <= refused or error.capability not in required_capabilities(sent):
             return False
         refused |= limits
+        left_out.clear()  # the others may fit without the one that is too large alone
         for limit in sorted(limits):
             self._learned_limits.record(entry, limit, str(error))
         return True
@@ -392,6 +413,10 @@ class ModelGateway:
             message = f'service "{entry.id}" keeps failing; it is tried again in {math.ceil(wait)} s'
             raise CircuitOpen(message, retry_after=timedelta(seconds=wait))
 
+    def _check_unchanged(self, entry: ServiceEntry) -> None:
+        if not self._services.has_unchanged(entry):
+            raise _EntryChanged
+
     def _activate(self, entry: ServiceEntry) -> _ActiveService:
         active = self._active.get(entry)
         if active is None:
@@ -413,7 +438,7 @@ class ModelGateway:
 
 
 class _EntryChanged(Exception):
-    """The service was changed or removed while the request waited for a slot. Nothing was sent."""
+    """The service was changed or removed while the request waited. Nothing was answered."""
 
 
 @dataclass(slots=True)
@@ -446,6 +471,16 @@ async def _first(pieces: AsyncIterator[TextDelta | Completion], limit: float | N
             return await anext(pieces, None)
     except TimeoutError:
         raise TransientError(f"the retry gave no answer within {limit:.1f} s", reason="timeout") from None
+
+
+def _leave_out_older(files: Sequence[InlineFile], left_out: set[str]) -> bool:
+    """Add the older half of the files, rounded up, to `left_out`. False if they had been left out before."""
+    # A file that was sent several times counts as its newest copy.
+    newest_first = dict.fromkeys(sha256(file.data).hexdigest() for file in reversed(files))
+    older = [*newest_first][len(newest_first) // 2 :]
+    is_new = not left_out.issuperset(older)
+    left_out.update(older)
+    return is_new
 
 
 def _fallback_may_help(error: ServiceError) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -34,8 +34,9 @@ from coterie.llm.service import (
 )
 from coterie.plan import SEND_MESSAGE_TOOL
 
-NotInlineReason = Literal["ability", "size", "missing"]
-"""Why the bytes are not sent: the model lacks the capability, the file is too large, or it is no longer stored."""
+NotInlineReason = Literal["ability", "size", "request_size", "missing"]
+"""Why the bytes are not sent: the model lacks the capability, the file is too large, the files of the request are too
+large together, or it is no longer stored."""
 
 MAX_CAPABLE_AGENTS = 20
 """Agents named in a description. One is enough to forward to, and a society may have thousands."""
@@ -95,6 +96,8 @@ def _suggestion(
     text = f"Your model does not take this {kind} as it is."
     if reason == "size":
         text = f"This {kind} has {attachment.size:,} bytes; your model takes up to {limit:,}."
+    if reason == "request_size":
+        text = f"This {kind} is left out now, because the files of this conversation are too large together."
     if kind == "file" and READ_ARTIFACT_TOOL in tools:
         text += " If it is text, read it with read_artifact."
     if capable and SEND_MESSAGE_TOOL not in tools:
@@ -104,6 +107,8 @@ def _suggestion(
             f"{text} To have it read, forward it with send_message to one of capableAgents: "
             "put its artifactRef into payload.attachments and say in payload.text what you want to know."
         )
+    if reason == "request_size":
+        return f"{text} If you need it, ask the person (user) to send it again, alone."
     return f"{text} No other agent can read it: ask the person (user) what it shows, or for another form of it."
 
 
@@ -140,18 +145,21 @@ class CapabilityRouter:
     ) -> None:
         self._artifacts, self._blobs, self._adapter, self._learned_limits = artifacts, blobs, adapter, learned_limits
 
-    async def fit(self, request: ModelRequest, entry: ServiceEntry, *, agent_id: str) -> ModelRequest:
+    async def fit(
+        self, request: ModelRequest, entry: ServiceEntry, *, agent_id: str, left_out: Set[str] = frozenset()
+    ) -> ModelRequest:
         """Return the request without `Attachment`s, and without tools if the service does not accept them.
 
         A JSON schema that the service does not accept is described in the system message. The text mentions no tool
         that the service does not get. `agent_id`: the requesting agent, which is never suggested as a reader.
+        `left_out`: SHA-256 of files that are described, because the service refused the size of the request.
         """
         has_tools = self.accepts_tools(entry)
         if not has_tools:
             request = replace(request, messages=_without_tools(request.messages), tools=(), estimate=0)
         if request.answer_schema and not self._accepts_schema(entry):
             request = _describe_schema(request)
-        views = await self._views(request, entry, agent_id)
+        views = await self._views(request, entry, agent_id, left_out)
         messages = tuple(_apply(views, request.messages)) if views else request.messages
         if not has_tools:
             return replace(request, messages=tuple(tool_calls_as_text(messages)), estimate=0)
@@ -164,7 +172,7 @@ class CapabilityRouter:
         return self._learned_limits.effective_capabilities(entry).has("structured_output", "output")
 
     async def _views(
-        self, request: ModelRequest, entry: ServiceEntry, agent_id: str
+        self, request: ModelRequest, entry: ServiceEntry, agent_id: str, left_out: Set[str]
     ) -> dict[Attachment, TextPart | InlineFile]:
         attachments = find_attachments(request.messages) if request.may_have_attachments else []
         if not attachments:
@@ -172,7 +180,7 @@ class CapabilityRouter:
         known = await self._artifacts.artifacts([attachment.artifact_ref for attachment in attachments])
         describe = partial(self._adapter.describe, agent_id=agent_id, tools={tool.name for tool in request.tools})
         return {
-            attachment: await self._view(attachment, known.get(attachment.artifact_ref), entry, describe)
+            attachment: await self._view(attachment, known.get(attachment.artifact_ref), entry, describe, left_out)
             for attachment in attachments
         }
 
@@ -182,6 +190,7 @@ class CapabilityRouter:
         artifact: Artifact | None,
         entry: ServiceEntry,
         describe: Callable[..., Awaitable[TextPart]],
+        left_out: Set[str],
     ) -> TextPart | InlineFile:
         if artifact is None:
             return await describe(attachment, "missing")
@@ -201,6 +210,8 @@ class CapabilityRouter:
             return await describe(verified, "ability")
         if verified.size > limit:
             return await describe(verified, "size", limit=limit)
+        if artifact.sha256 in left_out:
+            return await describe(verified, "request_size")
         data = await self._read(artifact)
         if data is None:
             return await describe(verified, "missing")
@@ -226,11 +237,16 @@ def accepts_tools(entry: ServiceEntry, learned_limits: LearnedLimits) -> bool:
 
 def required_capabilities(request: ModelRequest) -> frozenset[str]:
     """Return the capabilities beyond text that an adapted request needs."""
-    parts = (part for message in request.messages if isinstance(message, UserMessage) for part in message.parts)
-    needed = {CAPABILITY_BY_TYPE[part.type] for part in parts if isinstance(part, InlineFile)}
+    needed = {CAPABILITY_BY_TYPE[file.type] for file in inline_files(request)}
     has_calls = any(isinstance(message, AssistantMessage) and message.calls for message in request.messages)
     needed |= {"tool_calling"} if request.tools or has_calls else set()
     return frozenset(needed | ({"structured_output"} if request.answer_schema else set()))
+
+
+def inline_files(request: ModelRequest) -> list[InlineFile]:
+    """Return the files that are sent as bytes, oldest first."""
+    parts = (part for message in request.messages if isinstance(message, UserMessage) for part in message.parts)
+    return [part for part in parts if isinstance(part, InlineFile)]
 
 
 def newest_files(request: ModelRequest, capability: str) -> list[InlineFile]:

@@ -313,7 +313,13 @@ class ContextTooLong(ServiceError):
 
 class UnsupportedCapability(ServiceError):
     def __init__(
-        self, message: str, *, capability: str, types: Set[str] = frozenset(), is_content: bool = False
+        self,
+        message: str,
+        *,
+        capability: str,
+        types: Set[str] = frozenset(),
+        is_content: bool = False,
+        is_size: bool = False,
     ) -> None:
         self.capability = capability
         """`vision`, `audio`, `file`, `tool_calling` or `structured_output`."""
@@ -321,6 +327,8 @@ class UnsupportedCapability(ServiceError):
         """MIME types that the service refused. Empty: it refused the capability."""
         self.is_content = is_content
         """The service refused the content of a file, which it does not name."""
+        self.is_size = is_size
+        """The service refused the size of the whole request, which has files."""
         super().__init__(message)
 
 

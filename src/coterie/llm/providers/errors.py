@@ -178,8 +178,8 @@ def _classify(context: RequestContext, response: ErrorResponse, now: datetime) -
         advice = f"check the plan and billing of its account, or choose another service in {_FILE}"
         return PermanentError(context.describe(f"has no quota left ({status}){quote}", advice), category="quota")
     # A proxy limits the size of a request. If it has files, they are the cause: no text is that long.
-    is_file_too_large = status == 413 and context.file_types and not _TOO_LONG.search(text)
-    if not is_file_too_large and (status == 413 or (status != 429 and _TOO_LONG.search(text))):
+    has_too_large_files = status == 413 and context.file_types and not _TOO_LONG.search(text)
+    if not has_too_large_files and (status == 413 or (status != 429 and _TOO_LONG.search(text))):
         advice = f"shorten it, or check contextTokens in {_FILE}"
         limit, sent = _token_counts(text)
         problem = f"says the conversation is too long ({status}){quote}"
@@ -192,6 +192,10 @@ def _classify(context: RequestContext, response: ErrorResponse, now: datetime) -
         advice = f"check the capabilities in {_FILE}"
         needed = context.file_types[min(types)]
         return UnsupportedCapability(context.describe(problem, advice), capability=needed, types=types)
+    if has_too_large_files:
+        problem = f"does not take a request of this size ({status}){quote}"
+        needed = min(context.file_types.values())
+        return UnsupportedCapability(context.describe(problem, "files are left out"), capability=needed, is_size=True)
     if capability := _refused_content(context, response):
         problem = f"cannot use a file of the request ({status}){quote}"
         return UnsupportedCapability(
@@ -322,8 +326,6 @@ def _refused_types(context: RequestContext, response: ErrorResponse) -> frozense
 def _refused_content(context: RequestContext, response: ErrorResponse) -> str | None:
     """Return the capability of a file whose content the service cannot use, although it takes files of its type."""
     text = response.text
-    if response.status == 413:
-        return min(context.file_types.values(), default=None)
     # Other errors with the status 500 are temporary. llama.cpp answers so to a file that it cannot decode.
     if response.status not in (400, 415, 422) and not (response.status == 500 and "failed to load" in text.lower()):
         return None

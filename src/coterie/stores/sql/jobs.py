@@ -101,7 +101,10 @@ def fail_batch(batch: list[Job], error: BaseException) -> None:
 
 
 def start_claims(batch: list[Job]) -> None:
-    """Hand the claims of committed jobs to their worker. Call it on the event loop."""
+    """Call `on_settled` of each job that was not called before. Call it on the event loop.
+
+    The worker gets the claims of committed jobs. For a failed job it gets None, and releases the reserved slots.
+    """
     for job in batch:
         if (on_settled := job.on_settled) is None:
             continue
@@ -114,7 +117,7 @@ def start_claims(batch: list[Job]) -> None:
 
 
 def settle_batch(batch: list[Job]) -> None:
-    """Start the claims of a batch and resolve its futures. Call it on the event loop."""
+    """Call `start_claims`, and resolve the futures of the batch. Call it on the event loop."""
     start_claims(batch)
     for job in batch:
         written = job.result if job.error is None else None
