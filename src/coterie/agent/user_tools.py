@@ -160,7 +160,8 @@ def _problem(file: Path, location: str, error: BaseException) -> Problem:
     line = _line(file, error)
     words = error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else safe_message(error)
     sentence = f"{type(error).__name__}: {one_line(to_storable(words), 300)}" if words else type(error).__name__
-    return Problem(f"{location}: line {line}" if line else location, ProblemText("not_loaded", why=sentence))
+    text = ProblemText("not_loaded_in_line" if line else "not_loaded", line=line, why=sentence)
+    return Problem(location, text)
 
 
 def _line(file: Path, error: BaseException) -> int | None:

@@ -44,11 +44,15 @@ def _or_unset(value: T | None) -> T | UnsetType:
     return UNSET if value is None else value
 
 
-class ErrorPlace(Schema):
-    place: str
+class ErrorText(Schema):
     message: str
     code: Annotated[str, Meta(description="What is wrong with a setting, for programs.")] | UnsetType = UNSET
     values: Annotated[dict[str, str], Meta(description="In the sentence for the code.")] | UnsetType = UNSET
+    parts: Annotated[dict[str, list[ErrorText]], Meta(description="The values with a code.")] | UnsetType = UNSET
+
+
+class ErrorPlace(ErrorText, kw_only=True):
+    place: str
 
     @classmethod
     def of_all(cls, problems: Sequence[Problem]) -> list[Self]:
