@@ -514,6 +514,10 @@ class PlanRecord:
     calls: Sequence[CallRecord]
 
 
+FoundRuns = tuple[Sequence[PlanRecord], int | None]
+"""A part of them, and before which plan the search goes on; None: all plans were read."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Model usage of one agent at one service on one day."""
@@ -579,8 +583,12 @@ class Overview(Protocol):
         """Unanswered messages with quick replies to the person, newest first."""
         ...
 
-    async def runs(self, page: Page, agent_id: str | None = None, words: str = "") -> Sequence[PlanRecord]:
-        """Tool runs and withdrawn plans, newest first; with `words`, those whose text contains all of them."""
+    async def runs(self, page: Page, agent_id: str | None = None) -> Sequence[PlanRecord]:
+        """Tool runs and withdrawn plans, newest first."""
+        ...
+
+    async def search_runs(self, words: str, page: Page, agent_id: str | None = None) -> FoundRuns:
+        """Those whose text contains all words. Reads a bounded number of plans."""
         ...
 
     async def usage(self, since: datetime) -> Sequence[Usage]:

@@ -28,6 +28,7 @@ from coterie.store import (
     MAX_LISTED,
     SOCIETY_EVENTS,
     Event,
+    FoundRuns,
     Page,
     PlanRecord,
     Promotion,
@@ -155,8 +156,11 @@ class SqlOverview(SqlDatabase):
     async def open_questions(self, agent_id: str | None = None, limit: int = MAX_LISTED) -> Sequence[Message]:
         return await self._read(lambda db: queries.read_open_questions(db, agent_id, limit))
 
-    async def runs(self, page: Page, agent_id: str | None = None, words: str = "") -> Sequence[PlanRecord]:
-        return await self._read(lambda db: queries.read_runs(db, page, agent_id, words))
+    async def runs(self, page: Page, agent_id: str | None = None) -> Sequence[PlanRecord]:
+        return await self._read(lambda db: queries.read_runs(db, page, agent_id))
+
+    async def search_runs(self, words: str, page: Page, agent_id: str | None = None) -> FoundRuns:
+        return await self._read(lambda db: queries.search_runs(db, words, page, agent_id))
 
     async def usage(self, since: datetime) -> Sequence[Usage]:
         return await self._read(lambda db: queries.read_usage(db, to_ms(since)))
