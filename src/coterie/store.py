@@ -22,6 +22,7 @@ from coterie.clock import UNIX_EPOCH
 from coterie.messages import PERSON, Envelope, Message, Receipt, Schedule, State
 from coterie.retention_store import RetentionStore
 from coterie.tasks import Away, StoppedTask, Task, TaskState, TaskTree
+from coterie.turn_store import FoundRuns, PlanRecord
 
 EventKind = Literal[
     "message.created",
@@ -479,43 +480,6 @@ class Snapshot:
     task_count: int = 0
     paused: bool = False
     """True if the whole society is paused."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallRecord:
-    """A tool call of a plan, for people."""
-
-    call_id: str
-    name: str
-    arguments: str
-    state: str
-    """`planned`, `gated`, `started`, `done`, `failed`, `cancelled` or `unknown`."""
-    result: str
-    started_at: datetime | None
-    ended_at: datetime | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRecord:
-    """A plan of an agent's model and its outcome, for people."""
-
-    seq: int
-    """The cursor of the listing."""
-    agent_id: str
-    turn_no: int
-    step_no: int
-    text: str
-    outcome: Literal["open", "closed", "withdrawn"]
-    interrupted_by: str | None
-    """The message that withdrew or shortened it."""
-    at: datetime
-    task: str | None
-    """The task that it was made for."""
-    calls: Sequence[CallRecord]
-
-
-FoundRuns = tuple[Sequence[PlanRecord], int | None]
-"""A part of them, and before which plan the search goes on; None: all plans were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,10 +20,7 @@ from coterie.llm.service import ToolCall
 from coterie.messages import PERSON, Message, State
 from coterie.store import (
     MAX_LISTED,
-    CallRecord,
-    FoundRuns,
     Page,
-    PlanRecord,
     Snapshot,
     Statistics,
     StoredProfile,
@@ -47,7 +44,7 @@ from coterie.stores.sql.rows import (
 )
 from coterie.stores.sql.session import SELECT_PAUSED
 from coterie.stores.sql.task_queries import count_by_state, ids_with_mail, read_busy_agents, read_open_tasks
-from coterie.turn_store import Claim, HistoryRow, HistoryView, StaleClaim
+from coterie.turn_store import CallRecord, Claim, FoundRuns, HistoryRow, HistoryView, PlanRecord, StaleClaim
 
 ThreadPosition = tuple[int, int]
 """`delivered_at` and `seq` of a message. Threads are ordered by delivery."""

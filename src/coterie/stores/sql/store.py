@@ -28,9 +28,7 @@ from coterie.store import (
     MAX_LISTED,
     SOCIETY_EVENTS,
     Event,
-    FoundRuns,
     Page,
-    PlanRecord,
     Promotion,
     Role,
     Snapshot,
@@ -75,7 +73,7 @@ from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.tasks import Away, StoppedTask, Task, TaskState, TaskTree
 from coterie.turn import Event as TurnEvent
 from coterie.turn import ModelAnswered, Rules
-from coterie.turn_store import Admission, Claim, ClaimKey, HistoryRow, HistoryView, StaleClaim
+from coterie.turn_store import Admission, Claim, ClaimKey, FoundRuns, HistoryRow, HistoryView, PlanRecord, StaleClaim
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from coterie.clock import to_rfc3339
 from coterie.messages import SYSTEM
 from coterie.society import Society
 from coterie.store import Page
+from coterie.turn_store import PlanRecord
 from coterie.web import markdown
 from coterie.web.api.agents import find_agent
 from coterie.web.api.messages import message_page, message_position
@@ -148,7 +149,7 @@ class Run(Schema):
     calls: list[ToolCall]
 
     @classmethod
-    def of(cls, plan: store.PlanRecord) -> Self:
+    def of(cls, plan: PlanRecord) -> Self:
         return cls(
             agent=plan.agent_id,
             turn=plan.turn_no,
