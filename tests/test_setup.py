@@ -214,8 +214,13 @@ async def test_an_agent_elsewhere_is_no_service_that_can_be_tested_or_changed(
     (tmp_path / "coterie.toml").write_text('[agents.ada]\n[remote.anna]\ncard = "http://127.0.0.1:9/ada"\n')
     await society.reload()
     setup = society.setup
-    for call in (setup.test("remote.anna"), setup.models("remote.anna", {}), setup.put("remote.anna", entry(server))):
+    for call in (setup.test("remote.anna"), setup.models("remote.anna", {}), setup.delete("remote.anna")):
         assert await code(call) == "unknown_service"
+    for change in (setup.put, setup.test_entry, setup.models):
+        with pytest.raises(Refused, match="describes an agent elsewhere with this id") as refusal:
+            await change("remote.anna ", entry(server))
+        assert refusal.value.code == "id_taken"
+    assert server.requests == []
 
 
 async def test_a_reference_to_a_missing_key_is_saved_and_reported(society: Society, server: ModelServer) -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from coterie.problem_texts import ProblemText
+from coterie.problem_texts import ProblemText, name_json_error
 from coterie.text import one_line
 
 MAX_SCHEMA_BYTES = 100_000
@@ -40,11 +40,15 @@ def read_answer_schema(value: str, folder: Path) -> str:
     import jsonschema  # takes 0.1 s to import
 
     is_text = is_schema_text(value)
-    name = "the schema" if is_text else value
+    name = ProblemText("the_schema") if is_text else value
     if (len(value) if is_text else (folder / value).stat().st_size) > MAX_SCHEMA_BYTES:
         raise WrongSchema(ProblemText("schema_too_large", name=name, most=f"{MAX_SCHEMA_BYTES:,}"))
     try:
         schema = json.loads(value if is_text else (folder / value).read_bytes())
+    except json.JSONDecodeError as error:
+        position = {"line": error.lineno, "column": error.colno, "character": error.pos}
+        why = ProblemText("json_at", why=name_json_error(error), **position)
+        raise WrongSchema(ProblemText("schema_not_json", name=name, why=why)) from None
     except ValueError as error:
         raise WrongSchema(ProblemText("schema_not_json", name=name, why=one_line(str(error)))) from None
     if not isinstance(schema, dict) or schema.get("type") != "object":

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import reduce
 from importlib.resources import files
 from ipaddress import ip_network
 from pathlib import Path
@@ -69,7 +70,8 @@ def _extra_body(value: Any) -> ProblemText | None:
 
 
 def _one_of(*choices: str) -> Check:
-    names = " or ".join(f'"{choice}"' for choice in choices)
+    quoted = (f'"{choice}"' for choice in choices)
+    names = reduce(lambda first, second: ProblemText("either", first=first, second=second), quoted)
     return lambda value: None if value in choices else ProblemText("expected_choice", choices=names)
 
 
@@ -517,9 +519,9 @@ def _quote(value: Any) -> str:
         case str():
             return f'"{value[:60]}"'
         case dict():
-            return "a table"
+            return ProblemText("got_table")
         case list():
-            return "a list"
+            return ProblemText("got_list")
     return str(value)
 
 

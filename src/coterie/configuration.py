@@ -161,7 +161,7 @@ class DatabaseConfiguration:
                 log.info("the agents, services and limits of the folder are version %d of the configuration", version)
             if verdict in ("write", "same") and self._files_role != "never":
                 self._applied.write(version, files)
-            return [*problems, _difference_problem(version, stored, files)] if verdict == "differ" else problems
+            return [*problems, difference_problem(version, stored, files)] if verdict == "differ" else problems
 
     async def find_file_problems(self) -> Sequence[Problem]:
         try:
@@ -170,7 +170,7 @@ class DatabaseConfiguration:
             return ()  # `load` has it among its problems
         version, stored = await self._read()
         verdict = _decide(version, stored, files, self._applied.read(), self._files_role)
-        return [*problems, _difference_problem(version, stored, files)] if verdict == "differ" else problems
+        return [*problems, difference_problem(version, stored, files)] if verdict == "differ" else problems
 
     async def apply_files(self, *, dry_run: bool = False) -> tuple[int, Sequence[str]]:
         """Make the files the configuration, whatever it was. Return its version and what differed before.
@@ -431,16 +431,16 @@ def _decide(
     return "write" if role == "write" and applied and applied[0] == version else "differ"
 
 
-def list_differences(stored: Document, files: Document) -> Iterator[str]:
+def list_differences(stored: Document, files: Document) -> Iterator[ProblemText]:
     """One line for each setting that differs, without long texts."""
     before, after = _by_id(stored), _by_id(files)
     yield from _differences(before, after, "")
     orders = [list(document.get("services", ())) for document in (before, after)]
     if orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1]):
-        yield "services: another order; agents without a service use the first"
+        yield ProblemText("another_order")
 
 
-def _differences(stored: Mapping[str, Any], files: Mapping[str, Any], path: str) -> Iterator[str]:
+def _differences(stored: Mapping[str, Any], files: Mapping[str, Any], path: str) -> Iterator[ProblemText]:
     for name in sorted({*stored, *files}):
         location = f"{path}.{name}" if path else name
         before, after = stored.get(name), files.get(name)
@@ -451,16 +451,17 @@ def _differences(stored: Mapping[str, Any], files: Mapping[str, Any], path: str)
         if is_table and isinstance(before or {}, dict) and isinstance(after or {}, dict):
             yield from _differences(before or {}, after or {}, location)
         elif before is None:
-            yield f"{location}: only in the files{_shown(after)}"
+            yield ProblemText("only_in_files", path=location, value=_shown(after))
         elif after is None:
-            yield f"{location}: only in the database{_shown(before)}"
+            yield ProblemText("only_in_database", path=location, value=_shown(before))
         else:
-            before_text, after_text = _shown(before) or " one text", _shown(after) or " another"
-            yield f"{location}:{before_text} in the database,{after_text} in the files"
+            before_text = _shown(before).strip() or ProblemText("one_text")
+            after_text = _shown(after).strip() or ProblemText("another_text")
+            yield ProblemText("differs", path=location, before=before_text, after=after_text)
 
 
 def _shown(value: Any) -> str:
-    """A short value; empty for a long one or a table."""
+    """A space and a short value; empty for a long one or a table."""
     text = json.dumps(value, ensure_ascii=False)
     return f" {text}" if len(text) <= MAX_SHOWN_CHARACTERS and not isinstance(value, dict) else ""
 
@@ -471,8 +472,9 @@ def _by_id(document: Document) -> Document:
     return document | ({"services": services} if services else {})
 
 
-def _difference_problem(version: int, stored: Document, files: Document) -> Problem:
-    found = list(list_differences(stored, files))
-    more = f" and {len(found) - MAX_NAMED_DIFFERENCES:,} more" if len(found) > MAX_NAMED_DIFFERENCES else ""
-    named = "; ".join(found[:MAX_NAMED_DIFFERENCES])
-    return Problem(f"{CONFIG_FILE}, {SERVICES_FILE}", ProblemText("files_differ", version=version, found=named + more))
+def difference_problem(version: int, stored: Document, files: Document) -> Problem:
+    found = tuple(list_differences(stored, files))
+    if len(found) > MAX_NAMED_DIFFERENCES:
+        more = f"{len(found) - MAX_NAMED_DIFFERENCES:,}"
+        found = (ProblemText("and_more", found=found[:MAX_NAMED_DIFFERENCES], n=more),)
+    return Problem(f"{CONFIG_FILE}, {SERVICES_FILE}", ProblemText("files_differ", version=version, found=found))

@@ -118,9 +118,9 @@ class Problem:
 
     def to_dict(self, location: str | None = None) -> dict[str, Any]:
         """The JSON object. `location`: instead of its own."""
-        body = {"place": self.location if location is None else location, "message": str(self.message)}
         text = self.message
-        return body | {"code": text.code, "values": dict(text.values)} if isinstance(text, ProblemText) else body
+        said = text.to_dict() if isinstance(text, ProblemText) else {"message": text}
+        return {"place": self.location if location is None else location} | said
 
 
 class ConfigError(CoterieError):

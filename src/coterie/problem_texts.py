@@ -1,12 +1,15 @@
 """What can be wrong with a setting: a code and values, and the English sentence that they make.
 
+A value can be such a text itself, or a tuple of them.
+
 Pages have sentences of their own for the codes: `config_<code>` in `web/static/words/`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 SENTENCES: Mapping[str, str] = {
     # Wrong values. These codes and sentences begin with "expected": the value is skipped.
@@ -60,6 +63,8 @@ SENTENCES: Mapping[str, str] = {
     "unreadable": "cannot be read: {why}",
     "unreadable_number": "holds a number that cannot be read: {why}",
     "unreadable_file": "{name} cannot be read: {why}",
+    "not_utf8_in_line": "line {line} column {column}: is not UTF-8 text",
+    "not_json_in_line": "line {line} column {column}: is no JSON: {why}",
     "missing_file": "there is no file '{name}' in the folder",
     "too_large": "more than {most} bytes; not read",
     "too_deep": "is nested too deeply",
@@ -106,29 +111,83 @@ SENTENCES: Mapping[str, str] = {
     "tool_is_in": "the tool {name} is left out: {where} has one of that name",
     "tool_exists": "the tool {name} is left out: there is one of that name",
     "not_loaded": "cannot be loaded: {why}",
-    "mcp_unavailable": "{why}",
+    "not_loaded_in_line": "line {line}: cannot be loaded: {why}",
+    "mcp_unavailable": "the MCP server {name} cannot be reached: {why}",
+    "mcp_not_connected": "the MCP server {name} is not connected ({why}); next try in {seconds} s",
+    # Parts of other sentences
+    "got_nothing": "nothing",
+    "got_object": "an object",
+    "got_array": "an array",
+    "got_large_number": "a number too large",
+    "got_table": "a table",
+    "got_list": "a list",
+    "either": "{first} or {second}",
+    "the_schema": "the schema",
+    "no_constant": "{name} is no JSON",
+    "json_value": "Expecting value",
+    "json_name": "Expecting property name enclosed in double quotes",
+    "json_colon": "Expecting ':' delimiter",
+    "json_comma": "Expecting ',' delimiter",
+    "json_comma_in_object": "Illegal trailing comma before end of object",
+    "json_comma_in_array": "Illegal trailing comma before end of array",
+    "json_extra": "Extra data",
+    "json_open_string": "Unterminated string starting at",
+    "json_control_character": "Invalid control character at",
+    "json_at": "{why}: line {line} column {column} (char {character})",
+    "only_in_files": "{path}: only in the files{value}",
+    "only_in_database": "{path}: only in the database{value}",
+    "differs": "{path}: {before} in the database, {after} in the files",
+    "one_text": "one text",
+    "another_text": "another",
+    "another_order": "services: another order; agents without a service use the first",
+    "and_more": "{found} and {n} more",
+    "unset_reference": "{name}, which {where} refers to, is set neither in the environment nor in data/secrets.json",
+    "no_tools_listed": "it did not list its tools within {seconds} s",
+    "no_command_or_url": "the entry names neither a command nor a url",
+    "http_status": "HTTP {status}: {why}",
+    "last_written": "{why}; the last it wrote was: {wrote}",
 }
+_JSON_ERRORS = {sentence: code for code, sentence in SENTENCES.items() if code.startswith("json_")}
 
 
 class ProblemText(str):
     """The English sentence of a problem, with its code and values."""
 
-    __slots__ = ("code", "values")
+    __slots__ = ("code", "parts", "values")
     code: str
     values: Mapping[str, str]
+    parts: Mapping[str, tuple[ProblemText, ...]]
+    """The values that are sentences themselves, so that other languages can word them too."""
 
     def __new__(cls, code: str, /, **values: object) -> Self:
         """`got`: the wrong value, `meant`: the name that was probably meant. Both are added to any sentence."""
+        parts = {
+            name: value if isinstance(value, tuple) else (value,)
+            for name, value in values.items()
+            if isinstance(value, tuple | ProblemText)
+        }
         texts = {name: str(value) for name, value in values.items() if value is not None}
+        texts |= {name: "; ".join(part) for name, part in parts.items()}
         sentence = SENTENCES[code].format_map(texts)
         if "got" in texts:
             sentence += f", got {texts['got']}"
         if "meant" in texts:
             sentence += f', did you mean "{texts["meant"]}"?'
         text = super().__new__(cls, sentence)
-        text.code, text.values = code, texts
+        text.code, text.values, text.parts = code, texts, parts
         return text
 
     def with_got(self, got: str | None) -> ProblemText:
         """The same sentence, and the wrong value."""
-        return ProblemText(self.code, **self.values, got=got)
+        return ProblemText(self.code, **{**self.values, **self.parts, "got": got})
+
+    def to_dict(self) -> dict[str, Any]:
+        parts = {name: [part.to_dict() for part in each] for name, each in self.parts.items()}
+        body = {"message": str(self), "code": self.code, "values": dict(self.values)}
+        return body | {"parts": parts} if parts else body
+
+
+def name_json_error(error: json.JSONDecodeError) -> str:
+    """What the parser says, with a code if it is one of the usual errors."""
+    code = _JSON_ERRORS.get(error.msg)
+    return ProblemText(code) if code else error.msg

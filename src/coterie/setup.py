@@ -19,7 +19,7 @@ from typing import Any
 
 from coterie.agent.service import AgentDirectory
 from coterie.clock import Clock
-from coterie.config import SocietyFolder
+from coterie.config import CONFIG_FILE, SocietyFolder
 from coterie.configuration import Configuration
 from coterie.errors import ConfigError, Problem, Refused, StoreError, StoreUnavailable
 from coterie.llm.config import (
@@ -251,12 +251,10 @@ class Setup:
         Capabilities that are not declared are those that `test_entry` found out for the same entry.
         `key`: stored in data/secrets.json, the file gets a reference; empty: none is needed; None: unchanged.
         A key is never sent to another address than it was entered for: with a new address, `key` is required.
-        `Refused("service_invalid")`: the entry is wrong and nothing was written.
+        `Refused`: `service_invalid` (the entry is wrong), `id_taken`. Nothing was written.
         """
         async with self._write_lock:
             await self._follow()
-            if service_id in self._services:
-                self._own_entry(service_id)
             change = self._prepare(service_id, fields, key)
             check = self._health_checks.get_draft(change.entry)
             if check and change.entry.capabilities.inferred and (found := check.declared_capabilities()):
@@ -329,10 +327,13 @@ class Setup:
         return ServicesDocument(self._configuration.services_json())
 
     def _prepare(self, service_id: str, fields: Mapping[str, Any], key: str | None) -> _ServiceChange:
-        """Validate a change without writing anything."""
+        """Validate a change without writing anything. `Refused("id_taken")`: the id is of an agent elsewhere."""
         service_id = service_id.strip()
         if not service_id:
             raise _invalid(Problem("id", ProblemText("expected_text")))
+        if service_id in self._services and self._services.get(service_id).is_remote_agent:
+            message = f"{CONFIG_FILE} describes an agent elsewhere with this id, {service_id}: choose another"
+            raise Refused("id_taken", message)
         document, new_fields = self._read_document(), strip_derived(fields)
         old_key_name = document.key_name(service_id)
         given = new_fields.get("apiKey")

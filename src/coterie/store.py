@@ -22,6 +22,7 @@ from coterie.clock import UNIX_EPOCH
 from coterie.messages import PERSON, Envelope, Message, Receipt, Schedule, State
 from coterie.retention_store import RetentionStore
 from coterie.tasks import Away, StoppedTask, Task, TaskState, TaskTree
+from coterie.turn_store import FoundRuns, PlanRecord
 
 EventKind = Literal[
     "message.created",
@@ -482,39 +483,6 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallRecord:
-    """A tool call of a plan, for people."""
-
-    call_id: str
-    name: str
-    arguments: str
-    state: str
-    """`planned`, `gated`, `started`, `done`, `failed`, `cancelled` or `unknown`."""
-    result: str
-    started_at: datetime | None
-    ended_at: datetime | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRecord:
-    """A plan of an agent's model and its outcome, for people."""
-
-    seq: int
-    """The cursor of the listing."""
-    agent_id: str
-    turn_no: int
-    step_no: int
-    text: str
-    outcome: Literal["open", "closed", "withdrawn"]
-    interrupted_by: str | None
-    """The message that withdrew or shortened it."""
-    at: datetime
-    task: str | None
-    """The task that it was made for."""
-    calls: Sequence[CallRecord]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Model usage of one agent at one service on one day."""
 
@@ -579,8 +547,12 @@ class Overview(Protocol):
         """Unanswered messages with quick replies to the person, newest first."""
         ...
 
-    async def runs(self, page: Page, agent_id: str | None = None, words: str = "") -> Sequence[PlanRecord]:
-        """Tool runs and withdrawn plans, newest first; with `words`, those whose text contains all of them."""
+    async def runs(self, page: Page, agent_id: str | None = None) -> Sequence[PlanRecord]:
+        """Tool runs and withdrawn plans, newest first."""
+        ...
+
+    async def search_runs(self, words: str, page: Page, agent_id: str | None = None) -> FoundRuns:
+        """Those whose text contains all words. Reads a bounded number of plans."""
         ...
 
     async def usage(self, since: datetime) -> Sequence[Usage]:

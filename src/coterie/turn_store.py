@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -300,3 +300,40 @@ class TurnStore(Protocol):
     async def tokens_used_since(self, start: datetime) -> int:
         """Return the tokens that all model answers used since `start`."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRecord:
+    """A tool call of a plan, for people."""
+
+    call_id: str
+    name: str
+    arguments: str
+    state: str
+    """`planned`, `gated`, `started`, `done`, `failed`, `cancelled` or `unknown`."""
+    result: str
+    started_at: datetime | None
+    ended_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """A plan of an agent's model and its outcome, for people."""
+
+    seq: int
+    """The cursor of the listing."""
+    agent_id: str
+    turn_no: int
+    step_no: int
+    text: str
+    outcome: Literal["open", "closed", "withdrawn"]
+    interrupted_by: str | None
+    """The message that withdrew or shortened it."""
+    at: datetime
+    task: str | None
+    """The task that it was made for."""
+    calls: Sequence[CallRecord]
+
+
+FoundRuns = tuple[Sequence[PlanRecord], int | None]
+"""A part of them, and before which plan the search goes on; None: all plans were read."""

@@ -13,9 +13,10 @@ import pytest
 
 from coterie.clock import UNIX_EPOCH
 from coterie.live import LiveReply
-from coterie.store import Page, PlanRecord
+from coterie.store import Page
 from coterie.testing import Calls, Says
 from coterie.testing.model_server import CustomReply, ReceivedRequest, Reply
+from coterie.turn_store import PlanRecord
 from tests.agent.held_answer import HeldAnswer
 from tests.agent.stage import Bell, Stage, each, stage
 from tests.agent.tool_calls import wait_until

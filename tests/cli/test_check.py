@@ -128,30 +128,30 @@ def problems_of(folder: Path, *options: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "message"),
+    ("text", "line", "message"),
     [
-        ("import nothing_of_that_name\n", "tools.py: line 1", "ModuleNotFoundError"),
-        ("x = 1\ndef broken(:\n", "tools.py: line 2", "SyntaxError"),
+        ("import nothing_of_that_name\n", 1, "ModuleNotFoundError"),
+        ("x = 1\ndef broken(:\n", 2, "SyntaxError"),
         (
             "from coterie import tool\n\n\n@tool\ndef look_up(city) -> str:\n    return city\n",
-            "tools.py: line 4",
+            4,
             'tool look_up: parameter "city" needs a type',
         ),
         (
             "from coterie import tool\n\n\n@tool(effect='some')\ndef look_up(city: str) -> str:\n    return city\n",
-            "tools.py: line 4",
+            4,
             "effect is pure, idempotent, unsafe",
         ),
-        ("raise SystemExit('no licence')\n", "tools.py: line 1", "no licence"),
+        ("raise SystemExit('no licence')\n", 1, "no licence"),
     ],
 )
-def test_an_error_in_a_tool_file_is_reported_with_its_line(folder: Path, text: str, place: str, message: str) -> None:
+def test_an_error_in_a_tool_file_is_reported_with_its_line(folder: Path, text: str, line: int, message: str) -> None:
     (folder / "tools.py").write_text(text)
 
     ((found, reason),) = problems_of(folder).items()
 
-    assert found == place
-    assert message in reason
+    assert found == "tools.py"
+    assert reason.startswith(f"line {line}: ") and message in reason
 
 
 def test_what_a_tool_file_prints_does_not_mix_with_the_json(folder: Path) -> None:
@@ -202,7 +202,8 @@ def test_names_that_may_be_in_a_broken_tool_file_are_not_reported_as_well(folder
     (folder / "tools.py").write_text(LOOK_UP + "1 / 0\n")
     (folder / "coterie.toml").write_text("[agents.ada]\ntools = ['look_up']\n")
 
-    assert list(problems_of(folder)) == ["tools.py: line 6"]
+    [(place, message)] = problems_of(folder).items()
+    assert place == "tools.py" and message.startswith("line 6: ")
 
 
 def test_a_missing_mcp_program_is_a_problem(folder: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +133,20 @@ async def test_a_retry_asks_once_and_a_later_request_asks_again(tmp_path: Path) 
             await door.here.state("ada", "llm")
             # The client goes away and tries again: the task goes on.
             first.cancel()
-            second, third = asyncio.create_task(ask()), asyncio.create_task(ask())
-            await asyncio.sleep(0)
-            gate.set()
-            assert await second == await third == await ask()
+            async with AsyncExitStack() as open_streams:
+                retries = [
+                    await open_streams.enter_async_context(
+                        client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}, timeout=60)
+                    )
+                    for _ in range(2)
+                ]
+                gate.set()  # both answers have begun, so both found the task
+                chunks = [json.loads((await anext(one.aiter_lines())).removeprefix("data: ")) for one in retries]
+            again = await ask()
+            assert [chunk["id"] for chunk in chunks] == [again, again]
             assert await sent_to(door) == ["hello"]
             keyed = await ask(**{"Idempotency-Key": "a"})
-            assert keyed == await ask(**{"Idempotency-Key": "a"}) != await second
+            assert keyed == await ask(**{"Idempotency-Key": "a"}) != again
             assert await ask(**{"Idempotency-Key": "b"}) != keyed
             assert await sent_to(door) == ["hello"] * 3
 

@@ -183,7 +183,8 @@ def test_a_file_that_cannot_be_read_at_all_is_fatal_and_says_where(tmp_path: Pat
         ServiceRegistry.load(tmp_path, {})
     [problem] = caught.value.problems
     assert problem.fatal
-    assert problem.location == position
+    assert str(problem).startswith(f"{position}: ")
+    assert problem.location == "llmservices.json"
 
 
 def test_a_byte_order_mark_does_no_harm() -> None:

@@ -7,7 +7,7 @@ import re
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from playwright.async_api import Locator, Page, expect
+from playwright.async_api import Locator, Page, Route, expect
 
 from coterie.testing import Calls, Says
 from tests.agent.stage import Bell
@@ -224,6 +224,31 @@ async def test_a_copied_text_has_no_language_and_no_button_of_its_code(panel: Pa
     copied = str(await page.evaluate("() => navigator.clipboard.readText()"))
     assert copied.split() == ["Before", "print(1)", "After"]
     await expect(page.locator(".md-code-head")).to_be_visible()
+
+
+async def test_find_shows_messages_while_plans_are_still_searched_and_goes_on_to_the_last_plan(panel: Panel) -> None:
+    await panel.send_as_agent("A needle")
+    page = await panel.open()
+    go_on, asked, given_up = asyncio.Event(), list[str](), list[str]()
+    page.on("requestfailed", lambda request: given_up.append(request.url))
+
+    async def search(route: Route) -> None:
+        if "q=" not in route.request.url:
+            await route.continue_()
+            return
+        asked.append(route.request.url)
+        await go_on.wait()
+        await route.fulfill(json={"items": [], "next": None if "before=7" in route.request.url else "7"})
+
+    await page.route("**/api/v1/runs?*", search)
+    await page.locator(ui.COMPOSER).focus()
+    await page.keyboard.press("Control+f")
+    await page.keyboard.insert_text("needle")
+    await expect(page.get_by_test_id("find-count")).to_have_text("1 of 1")
+    assert len(asked) == 1 and given_up == []
+    async with page.expect_response(lambda response: "before=7" in response.url):
+        go_on.set()
+    await expect(page.get_by_test_id("find-count")).to_have_text("1 of 1")
 
 
 @BOTH

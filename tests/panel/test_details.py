@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from string import Formatter
 
 import pytest
 from playwright.async_api import Browser, Page, Route, expect
 
-from coterie.errors import HTTP_STATUS
+from coterie.agent.mcp import McpServer
+from coterie.clock import SystemClock
+from coterie.config import McpEntry, read_config
+from coterie.configuration import difference_problem
+from coterie.errors import HTTP_STATUS, ConfigError
 from coterie.problem_texts import SENTENCES
 from coterie.testing import Status
 from coterie.web import errors as web_errors
@@ -28,6 +34,7 @@ LONG_NAME = "Somebody with a rather long name and a title besides"
 FOR_PROGRAMS = {"key_not_allowed", "door_closed", "code_invalid", "range_invalid"}
 """Errors that the page never shows: of requests with a key, through a door, at /session, and for a part of a file."""
 NARROW = {"width": 360, "height": 740}
+ENGLISH = re.compile(r"\b(an?|or|and|is|in|not|nothing|list|table|only|line|expecting)\b", re.IGNORECASE)
 CLOCKS = """async () => {
   const frame = () => new Promise(requestAnimationFrame);
   const apart = [];
@@ -188,10 +195,73 @@ async def test_wrong_settings_are_reported_in_the_language_of_the_page(
     await expect(page.locator(ui.TOAST)).to_contain_text(said)
 
 
+@pytest.mark.parametrize(
+    ("services", "said"),
+    [
+        ({"services": {}}, "应为数组，实际为 对象"),
+        ({"services": [{"id": "main", "baseURL": "http://[::1]:9/v1", "model": "m", "fallback": [[]]}]}, "实际为 数组"),
+        ({"services": [None]}, "应为对象，实际为 空"),
+        ('{"services": [1,}', "第 1 行第 17 列：不是有效的 JSON：缺少值"),
+        ('{"services": NaN}', "包含无法读取的数字：NaN 不是有效的 JSON"),
+    ],
+)
+async def test_wrong_services_are_named_without_english_words(panel: Panel, services: object, said: str) -> None:
+    file = panel.stage.folder / "llmservices.json"
+    before = file.read_text()
+    file.write_text(services if isinstance(services, str) else json.dumps(services))
+    with suppress(ConfigError):
+        await panel.society.reload()
+    page = await panel.open("#/setup", locale="zh-CN")
+    problems = page.get_by_test_id("wrong-settings")
+    await expect(problems).to_contain_text(said)
+    assert not ENGLISH.search(await problems.inner_text())
+    file.write_text(before)
+
+
+async def test_differences_and_failed_servers_are_named_without_english_words(panel: Panel, tmp_path: Path) -> None:
+    stored = {"agents": {name: {} for name in "uvwxyz"} | {"eve": {"prompt": "p" * 99}}, "limits": {"mailbox": 7}}
+    differ = difference_problem(3, stored, {"agents": {"ada": {}, "eve": {"prompt": "q" * 99}}})
+    few = difference_problem(3, {"limits": {"hops": 1}}, {"limits": {"hops": 2}})
+    wrong = "[limits]\nmax_hops = {}\n[interruption]\ninterrupt = []\n[agents.ada]\ncolour = 3\n"
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    (folder / "coterie.toml").write_text(wrong)
+    with pytest.raises(ConfigError) as caught:
+        read_config(folder)
+    read = caught.value.problems
+    entry = McpEntry(id="notes", command="nowhere", env={"KEY": "${UNSET}"})
+    broken = McpServer(
+        entry,
+        SystemClock(),
+        lambda _, __: [],
+        find_key=lambda _: None,
+        start_timeout=timedelta(1),
+        max_wait=timedelta(1),
+    )
+    failed, again = await broken.try_connect(), await broken.try_connect()
+    assert failed and again and len(read) >= 2
+    page = await panel.open("#/setup", locale="zh-CN")
+    script = "async problems => problems.map((await import('/static/i18n.js')).settingProblem)"
+    said = await page.evaluate(script, [one.to_dict() for one in (differ, few, failed, again, *read)])
+    for sentence in said:
+        assert not ENGLISH.search(sentence.replace("coterie apply --dry-run", "")), sentence
+    assert "agents.u：只在数据库中" in said[0] and "另有 4 处" in said[0]
+    assert "limits.hops：数据库中为 1，文件中为 2" in said[1]
+    assert "env.KEY 引用的 UNSET 在环境变量" in said[2]
+    assert "秒后重试" in said[3]
+
+
+async def test_code_and_tables_have_names_in_the_language_of_the_page(panel: Panel) -> None:
+    await panel.send_as_agent("```\nprint(1)\n```\n\n| |\n|---|\n| 1 |")
+    page = await panel.open("#/a/ada", locale="zh-CN")
+    await expect(page.locator(".md-code pre")).to_have_attribute("aria-label", "代码")
+    await expect(page.locator(".md-table")).to_have_attribute("aria-label", "表格")
+
+
 def test_every_problem_of_a_setting_has_a_sentence_in_chinese() -> None:
     chinese = json.loads((STATIC / "words" / "zh.json").read_text())
     sentences = {key.removeprefix("config_"): text for key, text in chinese.items() if key.startswith("config_")}
-    assert set(sentences) - set(SENTENCES) == {"got", "meant"}
+    assert set(sentences) - set(SENTENCES) == {"got", "meant", "quoted"}
     assert set(SENTENCES) - set(sentences) == set()
     for code, sentence in SENTENCES.items():
         holes = {name for _, name, _, _ in Formatter().parse(sentence) if name}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -13,9 +14,10 @@ from msgspec.structs import replace
 from coterie.llm.service import ToolCall
 from coterie.messages import PERSON, make_envelope
 from coterie.plan import PlannedCall
-from coterie.store import Limits
+from coterie.store import Limits, Page
 from coterie.stores.sql.commands import clear_thread
 from coterie.stores.sql.inbox import MAX_EXAMINED, PAGE_SIZE
+from coterie.stores.sql.queries import MAX_SEARCHED_PLANS, search_runs
 from coterie.stores.sql.turn_transaction import TurnTransaction
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.turn import AskModel, CallEnded, Event, ModelAnswered, RunCall
@@ -245,3 +247,30 @@ def test_no_statement_of_a_turn_builds_a_temporary_table() -> None:
     for statement in written:
         assert "OpenEphemeral" not in {step[1] for step in world.db.execute(f"EXPLAIN {statement}")}, statement
     world.close()
+
+
+def test_each_search_in_plans_costs_the_same_with_any_number_of_plans_and_however_deep() -> None:
+    (few,), found = searches_in(MAX_SEARCHED_PLANS - 1, "needle")
+    assert found == 1
+    for agent in ("ada", None):
+        costs, found = searches_in(2 * MAX_SEARCHED_PLANS + 1_000, "needle", agent)
+        assert len(costs) == 3 and found == 1, "the first plan of all"
+        assert all(cost <= few * 1.1 for cost in costs), (few, costs)
+
+
+def searches_in(plans: int, words: str, agent: str | None = "ada") -> tuple[list[int], int]:
+    """Costs of the reads of one search, and how many plans it found."""
+    world, costs, found = World(), list[int](), 0
+    world.db.execute(
+        "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i + 1 < ?)"
+        " INSERT INTO plans (agent_id, turn_no, step_no, text, outcome, at)"
+        " SELECT 'ada', i / 4, i % 4, CASE i WHEN 0 THEN 'needle' ELSE 'hay' END, 'closed', 0 FROM n",
+        (plans,),
+    )
+    page: Page | None = Page()
+    while page:
+        runs, go_on = counted(world, partial(search_runs, world.db, words, page, agent), costs)
+        found += len(runs)
+        page = Page(before=go_on) if go_on else None
+    world.close()
+    return costs, found

@@ -323,12 +323,13 @@ async def test_runs_are_found_by_all_words_of_their_text_in_any_case(store: Soci
     for text in ("I look at ÄPFEL", "I look at pears", ""):
         claim = await advance(store, claim, calls("look", text=text), CallEnded(index=0, ok=True, result="1"))
     every = await store.runs(Page())
-    assert [plan.text for plan in await store.runs(Page(), "ada", "LOOK äpfel")] == ["I look at ÄPFEL"]
-    found = await store.runs(Page(), words="look")
-    assert found == [plan for plan in every if plan.text]
-    assert await store.runs(Page(limit=1), "ada", "look") == found[:1]
-    assert await store.runs(Page(before=found[0].seq), "ada", "look") == found[1:]
-    assert await store.runs(Page(), "bob", "look") == []
+    [apples], end = await store.search_runs("LOOK äpfel", Page(), "ada")
+    assert (apples.text, end) == ("I look at ÄPFEL", None)
+    found, end = await store.search_runs("look", Page())
+    assert (found, end) == ([plan for plan in every if plan.text], None)
+    assert await store.search_runs("look", Page(limit=1), "ada") == (found[:1], found[0].seq)
+    assert await store.search_runs("look", Page(before=found[0].seq), "ada") == (found[1:], None)
+    assert await store.search_runs("look", Page(), "bob") == ([], None)
 
 
 async def test_a_request_with_a_withdrawn_plan_counts_as_withdrawn(store: Society) -> None:

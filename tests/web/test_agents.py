@@ -16,7 +16,7 @@ from coterie.clock import SystemClock
 from coterie.society import Society
 from coterie.store import worker_name
 from coterie.testing import Calls, ModelServer, Says
-from coterie.web.app import build_app
+from coterie.web.app import build_app, openapi_document
 from coterie.web.auth import Access
 from coterie.web.schemas import AgentStatus
 from tests.web.conftest import BASE, TOKEN
@@ -277,6 +277,20 @@ async def test_an_invalid_change_of_a_service_is_refused_with_status_and_code(
 ) -> None:
     answer = await client.request(method, API + path, json=body)
     assert (answer.status_code, answer.json()["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(("method", "door"), [("PUT", ""), ("POST", "/test"), ("POST", "/models")])
+async def test_the_id_of_an_agent_elsewhere_is_taken_for_services(
+    client: httpx.AsyncClient, model: ModelServer, tmp_path: Path, method: str, door: str
+) -> None:
+    file = tmp_path / "home" / "coterie.toml"
+    file.write_text(f'{file.read_text()}\n[remote.anna]\ncard = "http://127.0.0.1:9/ada"\n')
+    assert (await client.post(f"{API}/reload")).status_code == 200
+    body = {"baseURL": model.base_url, "model": "m"}
+    answer = await client.request(method, f"{API}/services/remote.anna{door}", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (409, "id_taken")
+    path = openapi_document()["paths"][f"{API}/services/{{service_id}}{door}"]
+    assert "id_taken" in path[method.lower()]["responses"]["409"]["description"]
 
 
 async def test_an_unused_service_can_be_deleted(client: httpx.AsyncClient, model: ModelServer) -> None:

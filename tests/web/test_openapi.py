@@ -32,7 +32,10 @@ OPEN_FIELDS = {
     "ServiceChange.extraBody",
     "ServiceChange.headers",
     "ApprovalRequest.arguments",
+    "ErrorPlace.parts",
     "ErrorPlace.values",
+    "ErrorText.parts",
+    "ErrorText.values",
     "HistoryCall.arguments",
     "ModelResponse.metadata",
 }

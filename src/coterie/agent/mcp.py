@@ -152,7 +152,7 @@ class McpServer:
                 await self._connect_once()
         except McpUnavailable as error:
             log.warning("%s", error)
-            return Problem(f"coterie.toml: mcp.{self.id}", ProblemText("mcp_unavailable", why=error))
+            return Problem(f"coterie.toml: mcp.{self.id}", error.text)
         return None
 
     async def refresh(self) -> Problem | None:
@@ -203,8 +203,9 @@ class McpServer:
                 return self._connection
             delay = self._not_before - self._clock.monotonic()
             if delay > 0:
-                why = f"({self._last_failure}); next try in {max(1, math.ceil(delay))} s"
-                raise McpUnavailable(f"the MCP server {self.id} is not connected {why}")
+                seconds = max(1, math.ceil(delay))
+                values = {"name": self.id, "why": self._last_failure, "seconds": seconds}
+                raise McpUnavailable(ProblemText("mcp_not_connected", **values))
             self._connecting = asyncio.create_task(self._connect(), name=f"coterie-mcp-{self.id}-connect")
             self._connecting.add_done_callback(_retrieve_error)
         # The attempt serves all callers, so it does not end with the deadline of one of them.
@@ -215,7 +216,7 @@ class McpServer:
         try:
             server = resolve_server(self._entry, self._find_key)
         except McpUnavailable as error:
-            raise self._unavailable(str(error)) from error
+            raise self._unavailable(error.text) from error
         self._connection = connection = McpConnection(server, self._clock, lambda tools: self._offer(connection, tools))
         self._unfinished.add(connection)
         connection.task.add_done_callback(lambda _: self._unfinished.discard(connection))
@@ -236,7 +237,7 @@ class McpServer:
         self._failures = min(self._failures + 1, 10)
         self._not_before = self._clock.monotonic() + delay.total_seconds()
         self._last_failure = why
-        return McpUnavailable(f"the MCP server {self.id} cannot be reached: {self._last_failure}")
+        return McpUnavailable(ProblemText("mcp_unavailable", name=self.id, why=why))
 
     def _give_up(self) -> None:
         """Replace the connection by the next one. A child process ends, because two of them could disturb each other.

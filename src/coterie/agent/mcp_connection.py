@@ -29,6 +29,7 @@ from coterie.agent.mcp_stderr import StderrLog
 from coterie.clock import Clock
 from coterie.errors import CoterieError
 from coterie.llm.config import KeyLookup
+from coterie.problem_texts import ProblemText
 from coterie.redaction import find_secrets, redact
 from coterie.text import one_line, to_storable
 
@@ -82,6 +83,10 @@ class McpServerEntry(Protocol):
 class McpUnavailable(CoterieError):
     """The server cannot be reached. The call was not sent."""
 
+    def __init__(self, text: ProblemText) -> None:
+        self.text = text
+        super().__init__(text)
+
 
 class NotRun(CoterieError):
     """The server did not run the request: it was not sent, or its session was refused."""
@@ -129,9 +134,7 @@ def resolve_server(entry: McpServerEntry, find_key: KeyLookup) -> ResolvedServer
             if match[1]:
                 return match[0][1:]
             if (key := find_key(match[2])) is None:
-                raise McpUnavailable(
-                    f"{match[2]}, which {where} refers to, is set neither in the environment nor in data/secrets.json"
-                )
+                raise McpUnavailable(ProblemText("unset_reference", name=match[2], where=where))
             if not _PLAIN_NAME.search(match[2]):
                 used[f"{match[2]}_KEY"] = key
             return key
@@ -262,7 +265,7 @@ class McpConnection:
     async def wait_ready(self, within: timedelta) -> list[mcp.Tool]:
         await asyncio.wait({self._ready}, timeout=within.total_seconds())
         if not self._ready.done():
-            raise TimeoutError(f"it did not list its tools within {within.total_seconds():g} s")
+            raise _no_tools_listed(within)
         return self._ready.result()
 
     @property
@@ -328,7 +331,7 @@ class McpConnection:
             async with asyncio.timeout(within.total_seconds()):
                 return await self.request(_list_tools)
         except TimeoutError:
-            raise TimeoutError(f"it did not list its tools within {within.total_seconds():g} s") from None
+            raise _no_tools_listed(within) from None
 
     async def is_alive(self) -> bool:
         """After a cancelled request, check that the server still answers. If not, take no new requests."""
@@ -346,13 +349,15 @@ class McpConnection:
         """Return why there is no connection, with the last line of the server's stderr."""
         why, wrote = self.error_text(error), self._stderr.last_line
         if self._handshake.status >= 400:
-            why = f"HTTP {self._handshake.status}: {why}"
-        return f"{why}; the last it wrote was: {wrote}" if wrote else why
+            why = ProblemText("http_status", status=self._handshake.status, why=why)
+        return ProblemText("last_written", why=why, wrote=wrote) if wrote else why
 
     def error_text(self, error: BaseException) -> str:
         """Return the error message without the secrets of the server: errors repeat whole URLs."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
+        if error.args and isinstance(error.args[0], ProblemText):
+            return error.args[0]
         text = redact(to_storable(str(error)), self.server.secrets)
         return one_line(text, 300) or type(error).__name__
 
@@ -492,7 +497,7 @@ class McpConnection:
         if self.server.url:
             return self._http(self.server.url)
         if not self.server.command:
-            raise McpUnavailable("the entry names neither a command nor a url")
+            raise McpUnavailable(ProblemText("no_command_or_url"))
         return self._process(self.server.command)
 
     @contextlib.asynccontextmanager
@@ -555,6 +560,10 @@ def _check_command(command: str, env: Mapping[str, str]) -> None:
     if shutil.which(command, path=env.get("PATH") or os.environ.get("PATH")) is None:
         number = errno.EACCES if Path(command).exists() else errno.ENOENT
         raise OSError(number, os.strerror(number), command)
+
+
+def _no_tools_listed(within: timedelta) -> TimeoutError:
+    return TimeoutError(ProblemText("no_tools_listed", seconds=f"{within.total_seconds():g}"))
 
 
 async def _list_tools(client: mcp.Client) -> list[mcp.Tool]:

@@ -1,22 +1,28 @@
-"""The `ToolContext` of a tool that runs in its own process.
+"""Tools that run in their own process (`process=True`): the process, and the `ToolContext` that the tool gets there.
 
-The process has the plain fields. `send` and the methods of `artifacts` are calls to the runtime, with the same checks
-as any other call. They run one after the other over a socket, as msgpack frames after four bytes with their size. The
-runtime executes nothing that the process sends.
+All descendants of the process are killed when the call ends. It has the plain fields of the context. `send` and the
+methods of `artifacts` are calls to the runtime, with the same checks as any other call. They run one after the other
+over a socket, as msgpack frames after four bytes with their size. The runtime executes nothing that the process sends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import os
+import signal
 import socket
+import sys
 import threading
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from coterie.agent.tools import ToolContext
+from coterie.agent.child_process import PROGRAM
+from coterie.agent.tools import InProcess, NoToolResult, ToolContext, ToolProcessDied, ToolResult
 from coterie.artifacts import Artifact
 from coterie.errors import CoterieError, Refused
 from coterie.llm.service import Capabilities
@@ -27,6 +33,10 @@ _PIECE_BYTES = 1 << 20
 """Bytes of an artifact that one call reads."""
 _MAX_OTHER_BYTES = 4 << 20
 """Of a frame, besides the bytes of a file."""
+MAX_OUTPUT_BYTES = 64 << 20
+"""A larger result is an error, and its process is stopped."""
+_SWEEP_SECONDS = 2.0
+"""Time for the keeper to kill the tool's descendants, before its process group is killed."""
 _encode = msgspec.msgpack.Encoder().encode
 T = TypeVar("T")
 
@@ -83,6 +93,98 @@ _decode_reply = msgspec.msgpack.Decoder(_Reply).decode
 
 
 # In the runtime
+
+
+async def run_in_process(run: InProcess, arguments: Mapping[str, Any], ctx: ToolContext) -> str | bytes | ToolResult:
+    """Run a tool in its own process. The process and its descendants are gone when this returns or raises."""
+    if not run.takes_context:
+        return await _run_process(run, arguments, ctx, None)
+    async with serve_context(ctx) as (descriptor, described):
+        return await _run_process(run, arguments, ctx, described, descriptor)
+
+
+async def _run_process(
+    run: InProcess,
+    arguments: Mapping[str, Any],
+    ctx: ToolContext,
+    described: Mapping[str, Any] | None,
+    *descriptors: int,
+) -> str | bytes | ToolResult:
+    # Our own socket pair instead of asyncio's pipes: it can be closed while a descendant still holds the other end.
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", PROGRAM, "tool", str(os.getpid())),
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                pass_fds=descriptors,
+                start_new_session=True,
+                env={**os.environ, "COTERIE_AGENT_ID": ctx.agent_id, "COTERIE_IDEMPOTENCY_KEY": ctx.idempotency_key},
+            )
+            theirs.close()
+            try:
+                return await _request(process, reader, writer, run, arguments, described)
+            finally:
+                writer.transport.abort()  # the keeper reads the end of its input, and kills all descendants
+                await _wait_or_kill(process)
+        finally:
+            writer.transport.abort()
+
+
+async def _request(
+    process: asyncio.subprocess.Process,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    run: InProcess,
+    arguments: Mapping[str, Any],
+    described: Mapping[str, Any] | None,
+) -> str | bytes | ToolResult:
+    request = {
+        "module": run.module,
+        "file": run.file,
+        "name": run.name,
+        "memoryMb": run.memory_mb,
+        "path": sys.path,
+        "arguments": dict(arguments),
+        "context": described,
+    }
+    writer.write(json.dumps(request).encode() + b"\n")
+    try:
+        await writer.drain()
+        header = json.loads(await reader.readuntil(b"\n"))
+        if header["size"] > MAX_OUTPUT_BYTES:
+            raise NoToolResult(f"it returned {header['size']:,} bytes, the most is {MAX_OUTPUT_BYTES:,}")
+        payload = await reader.readexactly(header["size"])
+    except (asyncio.IncompleteReadError, ConnectionError):
+        raise ToolProcessDied(f"its process {_describe_exit(await process.wait())} without a result") from None
+    match header["kind"]:
+        case "bytes":
+            return payload
+        case "text":
+            return payload.decode()
+    return ToolResult(ok=False, text=payload.decode())
+
+
+def _describe_exit(status: int) -> str:
+    number = -status if status < 0 else status - 128
+    try:
+        return f"was ended by {signal.Signals(number).name}"
+    except ValueError:
+        return f"ended with status {status}"
+
+
+async def _wait_or_kill(process: asyncio.subprocess.Process) -> None:
+    """Wait for the end of the process; kill its process group if it takes too long. Completes even if cancelled."""
+    ended = asyncio.create_task(process.wait())
+    try:
+        await asyncio.wait({ended}, timeout=_SWEEP_SECONDS)
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.shield(ended)
 
 
 @asynccontextmanager

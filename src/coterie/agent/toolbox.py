@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
 from coterie.agent.builtins import SEND_MESSAGE
+from coterie.agent.process_context import run_in_process
 from coterie.agent.tools import (
     BadArguments,
     CallTimer,
@@ -33,7 +34,7 @@ from coterie.agent.tools import (
     fit_result,
     unknown_result,
 )
-from coterie.agent.user_tools import BLOCKED_AFTER, LoopCall, ToolLoops, bridge_context, run_in_process
+from coterie.agent.user_tools import BLOCKED_AFTER, LoopCall, ToolLoops, bridge_context
 from coterie.errors import Problem
 from coterie.llm.service import ToolSpec
 from coterie.problem_texts import ProblemText

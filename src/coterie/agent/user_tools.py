@@ -6,8 +6,6 @@ that exists only in memory, so `from . import _helpers` finds `tools/_helpers.py
 Async tools share one event loop in another thread. It lives long, so that calls can share loop-bound objects such as
 HTTP clients. A watchdog logs a tool that blocks the loop and replaces the loop; calls that have not started move to the
 new one. That tool gets its own loop from then on.
-
-Tools with `process=True` run in a separate process. All its descendants are killed when the call ends.
 """
 
 from __future__ import annotations
@@ -18,11 +16,7 @@ import contextvars
 import importlib
 import importlib.util
 import inspect
-import json
 import logging
-import os
-import signal
-import socket
 import sys
 import threading
 import traceback
@@ -46,17 +40,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from coterie.agent.child_process import PROGRAM
-from coterie.agent.process_context import serve_context
 from coterie.agent.tools import (
-    InProcess,
-    NoToolResult,
     OnLoop,
     OnToolLoop,
     Tool,
     ToolContext,
-    ToolProcessDied,
-    ToolResult,
     get_tool,
     safe_message,
 )
@@ -160,7 +148,8 @@ def _problem(file: Path, location: str, error: BaseException) -> Problem:
     line = _line(file, error)
     words = error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else safe_message(error)
     sentence = f"{type(error).__name__}: {one_line(to_storable(words), 300)}" if words else type(error).__name__
-    return Problem(f"{location}: line {line}" if line else location, ProblemText("not_loaded", why=sentence))
+    text = ProblemText("not_loaded_in_line" if line else "not_loaded", line=line, why=sentence)
+    return Problem(location, text)
 
 
 def _line(file: Path, error: BaseException) -> int | None:
@@ -551,101 +540,3 @@ async def _iterate_on(items: AsyncIterable[T], home: asyncio.AbstractEventLoop) 
             yield item
     finally:
         await _run_on(home, close())
-
-
-MAX_OUTPUT_BYTES = 64 << 20
-"""A larger result is an error, and its process is stopped."""
-_SWEEP_SECONDS = 2.0
-"""Time for the keeper to kill the tool's descendants, before its process group is killed."""
-
-
-async def run_in_process(run: InProcess, arguments: Mapping[str, Any], ctx: ToolContext) -> str | bytes | ToolResult:
-    """Run a tool in its own process. The process and its descendants are gone when this returns or raises."""
-    if not run.takes_context:
-        return await _run_process(run, arguments, ctx, None)
-    async with serve_context(ctx) as (descriptor, described):
-        return await _run_process(run, arguments, ctx, described, descriptor)
-
-
-async def _run_process(
-    run: InProcess,
-    arguments: Mapping[str, Any],
-    ctx: ToolContext,
-    described: Mapping[str, Any] | None,
-    *descriptors: int,
-) -> str | bytes | ToolResult:
-    # Our own socket pair instead of asyncio's pipes: it can be closed while a descendant still holds the other end.
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", PROGRAM, "tool", str(os.getpid())),
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                pass_fds=descriptors,
-                start_new_session=True,
-                env={**os.environ, "COTERIE_AGENT_ID": ctx.agent_id, "COTERIE_IDEMPOTENCY_KEY": ctx.idempotency_key},
-            )
-            theirs.close()
-            try:
-                return await _request(process, reader, writer, run, arguments, described)
-            finally:
-                writer.transport.abort()  # the keeper reads the end of its input, and kills all descendants
-                await _wait_or_kill(process)
-        finally:
-            writer.transport.abort()
-
-
-async def _request(
-    process: asyncio.subprocess.Process,
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    run: InProcess,
-    arguments: Mapping[str, Any],
-    described: Mapping[str, Any] | None,
-) -> str | bytes | ToolResult:
-    request = {
-        "module": run.module,
-        "file": run.file,
-        "name": run.name,
-        "memoryMb": run.memory_mb,
-        "path": sys.path,
-        "arguments": dict(arguments),
-        "context": described,
-    }
-    writer.write(json.dumps(request).encode() + b"\n")
-    try:
-        await writer.drain()
-        header = json.loads(await reader.readuntil(b"\n"))
-        if header["size"] > MAX_OUTPUT_BYTES:
-            raise NoToolResult(f"it returned {header['size']:,} bytes, the most is {MAX_OUTPUT_BYTES:,}")
-        payload = await reader.readexactly(header["size"])
-    except (asyncio.IncompleteReadError, ConnectionError):
-        raise ToolProcessDied(f"its process {_describe_exit(await process.wait())} without a result") from None
-    match header["kind"]:
-        case "bytes":
-            return payload
-        case "text":
-            return payload.decode()
-    return ToolResult(ok=False, text=payload.decode())
-
-
-def _describe_exit(status: int) -> str:
-    number = -status if status < 0 else status - 128
-    try:
-        return f"was ended by {signal.Signals(number).name}"
-    except ValueError:
-        return f"ended with status {status}"
-
-
-async def _wait_or_kill(process: asyncio.subprocess.Process) -> None:
-    """Wait for the end of the process; kill its process group if it takes too long. Completes even if cancelled."""
-    ended = asyncio.create_task(process.wait())
-    try:
-        await asyncio.wait({ended}, timeout=_SWEEP_SECONDS)
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.shield(ended)

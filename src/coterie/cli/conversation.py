@@ -33,7 +33,10 @@ _RESTING = {
     "terminated": "{agent} was terminated: send it to another agent",
 }
 STALL_SECONDS = 1.0
-"""If no agent works for this time without an event, the agents that mail waits for are looked at."""
+"""If no agent works on the task for this time, the agents that its mail waits for are looked at; then again and again.
+
+The events of the conversation do not report other agents, which may be paused at any time.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,23 +470,30 @@ async def wait_for_task(
     answers: dict[str, ChatMessage] = {}
     try:
         task = await _look(conversation, receipt)
+        now = asyncio.get_running_loop().time
+        check_at = now() + STALL_SECONDS
         while task is None or task["state"] == "working":
+            is_stalled = task is not None and not task["active"]
+            if is_stalled and now() >= check_at:  # also while other events come faster than they are handled
+                await _check_readers(conversation, receipt)
+                check_at = now() + STALL_SECONDS
             try:
-                async with asyncio.timeout(None if task is None or task["active"] else STALL_SECONDS):
+                async with asyncio.timeout_at(check_at if is_stalled else None):
                     event = await conversation.next_event()
             except TimeoutError:
-                await _check_readers(conversation, receipt)
-                event = await conversation.next_event()
+                continue
             on_event(event)
             match event:
                 case MessageArrived(message) if message.is_delivered:
                     answers[message.id] = message
                 case TaskChanged(changed) if changed["id"] == receipt.task:
-                    task = changed
+                    task, is_stalled = changed, False
                 case AgentStatus() | MessagesRead():
                     task = await _look(conversation, receipt)
                 case SocietyStopped():
                     raise stopped
+            if not is_stalled:  # before this event, or this event is about the task
+                check_at = now() + STALL_SECONDS
         for event in conversation.queued_events():
             on_event(event)
         # Events of its last messages may still be on their way.

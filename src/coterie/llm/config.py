@@ -36,7 +36,7 @@ from coterie.llm.service import (
     check_effort,
     check_extra_body,
 )
-from coterie.problem_texts import ProblemText
+from coterie.problem_texts import ProblemText, name_json_error
 from coterie.redaction import mask
 from coterie.text import closest_match, one_line, to_storable
 
@@ -344,28 +344,30 @@ def _report_unknown(node: JsonNode, known: Collection[str]) -> None:
 
 def parse_json(data: bytes) -> object:
     if len(data) > MAX_SERVICES_BYTES:
-        _fatal(SERVICES_FILE, ProblemText("too_large", most=f"{MAX_SERVICES_BYTES:,}"))
+        _fatal(ProblemText("too_large", most=f"{MAX_SERVICES_BYTES:,}"))
     try:
         # Editors on Windows add a byte order mark.
         return json.loads(data.decode("utf-8-sig"), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         before = data[: error.start]
         line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
-        _fatal(f"{SERVICES_FILE}: line {line} column {column}", ProblemText("not_utf8"))
+        _fatal(ProblemText("not_utf8_in_line", line=line, column=column))
     except json.JSONDecodeError as error:
-        _fatal(f"{SERVICES_FILE}: line {error.lineno} column {error.colno}", ProblemText("not_json", why=error.msg))
+        why = name_json_error(error)
+        _fatal(ProblemText("not_json_in_line", line=error.lineno, column=error.colno, why=why))
     except RecursionError:
-        _fatal(SERVICES_FILE, ProblemText("too_deep"))
+        _fatal(ProblemText("too_deep"))
     except ValueError as error:
-        _fatal(SERVICES_FILE, ProblemText("unreadable_number", why=one_line(str(error))))
+        why = error.args[0] if isinstance(error.args[0], ProblemText) else one_line(str(error))
+        _fatal(ProblemText("unreadable_number", why=why))
 
 
-def _fatal(location: str, message: str) -> NoReturn:
-    raise ConfigError([Problem(location, message, fatal=True)]) from None
+def _fatal(text: ProblemText) -> NoReturn:
+    raise ConfigError([Problem(SERVICES_FILE, text, fatal=True)]) from None
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(ProblemText("no_constant", name=name))
 
 
 def _entry(node: JsonNode, find_key: KeyLookup) -> ServiceEntry | None:

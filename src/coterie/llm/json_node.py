@@ -106,13 +106,13 @@ def describe_value(value: object) -> str:
     """Describe a value for an error message."""
     match value:
         case None:
-            return "nothing"
+            return ProblemText("got_nothing")
         case dict():
-            return "an object"
+            return ProblemText("got_object")
         case list():
-            return "an array"
+            return ProblemText("got_array")
         case int() if not isinstance(value, bool) and abs(value) > MAX_SAFE_INTEGER:
-            return "a number too large"
+            return ProblemText("got_large_number")
     return one_line(json.dumps(value, ensure_ascii=False), 40)
 
 

@@ -22,7 +22,8 @@ from coterie.artifacts import Artifact
 from coterie.clock import Clock, to_rfc3339
 from coterie.messages import Message, Schedule
 from coterie.society import Society
-from coterie.store import CallRecord, Event, Page
+from coterie.store import Event, Page
+from coterie.turn_store import CallRecord
 from coterie.web import schemas
 from coterie.web.task_schemas import Task as TaskSummary
 

@@ -13,14 +13,12 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from coterie import agents, artifacts, messages, store, tasks
-from coterie.agent.context import QUARANTINED_NOTE
 from coterie.clock import to_rfc3339
 from coterie.errors import CoterieError, Problem
 from coterie.llm.service import INFERRED
 from coterie.running_configuration import ConfigurationHealth
 from coterie.society import Society
 from coterie.text import one_line
-from coterie.turn_store import HistoryRow
 from coterie.web import markdown
 
 REFERENCE = "#/components/schemas/{name}"
@@ -44,11 +42,15 @@ def _or_unset(value: T | None) -> T | UnsetType:
     return UNSET if value is None else value
 
 
-class ErrorPlace(Schema):
-    place: str
+class ErrorText(Schema):
     message: str
     code: Annotated[str, Meta(description="What is wrong with a setting, for programs.")] | UnsetType = UNSET
     values: Annotated[dict[str, str], Meta(description="In the sentence for the code.")] | UnsetType = UNSET
+    parts: Annotated[dict[str, list[ErrorText]], Meta(description="The values with a code.")] | UnsetType = UNSET
+
+
+class ErrorPlace(ErrorText, kw_only=True):
+    place: str
 
     @classmethod
     def of_all(cls, problems: Sequence[Problem]) -> list[Self]:
@@ -528,47 +530,6 @@ class NewAgent(Schema, kw_only=True):
 
 class SocietyState(Schema):
     paused: Annotated[bool, Meta(description="The whole society is paused: no turn, model call or tool starts.")]
-
-
-class HistoryCall(Schema):
-    id: str
-    name: str
-    arguments: dict[str, Any]
-
-
-class HistoryItem(Schema):
-    """One entry of an agent's history, under the role that its model sees."""
-
-    seq: int
-    turn: int
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
-    calls: list[HistoryCall] | UnsetType = UNSET
-    call_id: str | UnsetType | None = UNSET
-    hidden: bool | UnsetType = UNSET
-    message_id: str | UnsetType = UNSET
-    sender: str | UnsetType = field(name="from", default=UNSET)
-    payload: PayloadObject = UNSET
-
-    @classmethod
-    def of(cls, row: HistoryRow) -> Self:
-        item = cls(seq=row.seq, turn=row.turn_no, role=row.role, content=row.text)  # type: ignore[arg-type]
-        if row.role == "assistant" and row.calls:
-            item.calls = [HistoryCall(id=call.id, name=call.name, arguments=dict(call.arguments)) for call in row.calls]
-        elif row.role == "tool":
-            item.call_id = row.call_id
-        elif row.role == "user" and (row.hidden or row.message is None):
-            item.content, item.hidden = QUARANTINED_NOTE, True
-        elif row.role == "user" and row.message:
-            item.content = row.message.payload.get("text", "")
-            item.message_id, item.sender = row.message.id, row.message.sender
-            item.payload = row.message.payload
-        return item
-
-
-class HistoryPage(Schema):
-    items: list[HistoryItem]
-    next: str | None
 
 
 # Threads

@@ -18,7 +18,8 @@ from coterie.messages import Envelope
 from coterie.stores.sql.quarantine import UnclaimableAgent
 from coterie.stores.sql.queries import count_tokens_since
 from coterie.stores.sql.rows import Connection, json_keys
-from coterie.stores.sql.turn_transaction import MAX_CRASHES, TurnTransaction, release_reserved_tokens
+from coterie.stores.sql.turn_rows import release_reserved_tokens
+from coterie.stores.sql.turn_transaction import MAX_CRASHES, TurnTransaction
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.text import to_storable
 from coterie.turn import Event, Rules

@@ -20,9 +20,7 @@ from coterie.llm.service import ToolCall
 from coterie.messages import PERSON, Message, State
 from coterie.store import (
     MAX_LISTED,
-    CallRecord,
     Page,
-    PlanRecord,
     Snapshot,
     Statistics,
     StoredProfile,
@@ -46,7 +44,7 @@ from coterie.stores.sql.rows import (
 )
 from coterie.stores.sql.session import SELECT_PAUSED
 from coterie.stores.sql.task_queries import count_by_state, ids_with_mail, read_busy_agents, read_open_tasks
-from coterie.turn_store import Claim, HistoryRow, HistoryView, StaleClaim
+from coterie.turn_store import CallRecord, Claim, FoundRuns, HistoryRow, HistoryView, PlanRecord, StaleClaim
 
 ThreadPosition = tuple[int, int]
 """`delivered_at` and `seq` of a message. Threads are ordered by delivery."""
@@ -297,13 +295,19 @@ def _messages(db: Connection, sql: str) -> list[Message]:
 
 
 SEARCHED_PLANS = 500
-"""Plans that a search reads at once: texts are compared in Python, as PostgreSQL and SQLite fold case differently."""
+"""Plans that one statement reads for a search.
+
+Texts are compared in Python, as PostgreSQL and SQLite fold case differently.
+"""
+MAX_SEARCHED_PLANS = 20_000
+"""Plans that one search reads. It says where the next one goes on."""
 _PLAN_COLUMNS = "seq, agent_id, turn_no, step_no, text, outcome, interrupted_by, at, task"
 """Columns of `_PlanRow`."""
 _PLANS = f"SELECT {_PLAN_COLUMNS} FROM plans WHERE seq < :before ORDER BY seq DESC LIMIT :limit"
-# The same order, but along the index of one agent's plans.
+# The same order, but along the index of one agent's plans. It begins at the plan `before`, if that still exists.
 _PLANS_OF = f"""
 SELECT {_PLAN_COLUMNS} FROM plans WHERE agent_id = :agent_id AND seq < :before
+   AND turn_no <= coalesce((SELECT turn_no FROM plans WHERE seq = :before AND agent_id = :agent_id), {1 << 60})
  ORDER BY turn_no DESC, step_no DESC LIMIT :limit
 """
 _CALLS = """
@@ -365,19 +369,29 @@ class _UsageRow(NamedTuple):
     estimated_tokens: int
 
 
-def read_runs(db: Connection, page: Page, agent_id: str | None, words: str = "") -> list[PlanRecord]:
-    """`words`: only plans whose text contains all of them."""
-    sql, wanted = _PLANS if agent_id is None else _PLANS_OF, search_words(words)
-    limit = SEARCHED_PLANS if wanted else page.limit
-    before, found = page.before or LAST_SEQ, list[_PlanRow]()
-    while len(found) < page.limit:
-        parameters = {"before": before, "limit": limit, "agent_id": agent_id}
-        plans = [_PlanRow._make(row) for row in db.execute(sql, parameters).fetchall()]
+def read_runs(db: Connection, page: Page, agent_id: str | None) -> list[PlanRecord]:
+    return [_read_plan(db, plan) for plan in _read_plans(db, page.before or LAST_SEQ, page.limit, agent_id)]
+
+
+def search_runs(db: Connection, words: str, page: Page, agent_id: str | None) -> FoundRuns:
+    wanted, before, found = search_words(words), page.before or LAST_SEQ, list[_PlanRow]()
+    go_on: int | None = None
+    for _ in range(MAX_SEARCHED_PLANS // SEARCHED_PLANS):
+        plans = _read_plans(db, before, SEARCHED_PLANS, agent_id)
         found += [plan for plan in plans if all(word in plan.text.casefold() for word in wanted)]
-        if len(plans) < limit:
+        go_on = plans[-1].seq if len(plans) == SEARCHED_PLANS else None
+        if go_on is None or len(found) >= page.limit:
             break
-        before = plans[-1].seq
-    return [_read_plan(db, plan) for plan in found[: page.limit]]
+        before = go_on
+    if len(found) > page.limit:
+        go_on = found[page.limit - 1].seq
+    return [_read_plan(db, plan) for plan in found[: page.limit]], go_on
+
+
+def _read_plans(db: Connection, before: int, limit: int, agent_id: str | None) -> list[_PlanRow]:
+    parameters = {"before": before, "limit": limit, "agent_id": agent_id}
+    rows = db.execute(_PLANS if agent_id is None else _PLANS_OF, parameters).fetchall()
+    return [_PlanRow._make(row) for row in rows]
 
 
 def read_usage(db: Connection, since: int) -> list[Usage]:

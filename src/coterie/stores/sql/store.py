@@ -29,7 +29,6 @@ from coterie.store import (
     SOCIETY_EVENTS,
     Event,
     Page,
-    PlanRecord,
     Promotion,
     Role,
     Snapshot,
@@ -74,7 +73,7 @@ from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.tasks import Away, StoppedTask, Task, TaskState, TaskTree
 from coterie.turn import Event as TurnEvent
 from coterie.turn import ModelAnswered, Rules
-from coterie.turn_store import Admission, Claim, ClaimKey, HistoryRow, HistoryView, StaleClaim
+from coterie.turn_store import Admission, Claim, ClaimKey, FoundRuns, HistoryRow, HistoryView, PlanRecord, StaleClaim
 
 log = logging.getLogger(__name__)
 
@@ -155,8 +154,11 @@ class SqlOverview(SqlDatabase):
     async def open_questions(self, agent_id: str | None = None, limit: int = MAX_LISTED) -> Sequence[Message]:
         return await self._read(lambda db: queries.read_open_questions(db, agent_id, limit))
 
-    async def runs(self, page: Page, agent_id: str | None = None, words: str = "") -> Sequence[PlanRecord]:
-        return await self._read(lambda db: queries.read_runs(db, page, agent_id, words))
+    async def runs(self, page: Page, agent_id: str | None = None) -> Sequence[PlanRecord]:
+        return await self._read(lambda db: queries.read_runs(db, page, agent_id))
+
+    async def search_runs(self, words: str, page: Page, agent_id: str | None = None) -> FoundRuns:
+        return await self._read(lambda db: queries.search_runs(db, words, page, agent_id))
 
     async def usage(self, since: datetime) -> Sequence[Usage]:
         return await self._read(lambda db: queries.read_usage(db, to_ms(since)))

@@ -1,16 +1,16 @@
-"""Rows of `plans` and `calls`, and the question that asks the person to approve a call."""
+"""Rows of `plans`, `calls` and `llm_calls`, and the question that asks the person to approve a call."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from coterie.errors import Refused
 from coterie.ids import id_for
-from coterie.llm.service import ToolCall
+from coterie.llm.service import TokenUsage, ToolCall
 from coterie.messages import encode_payload, validate_payload
 from coterie.plan import ENDED_STATES, ArgumentsFile, CallState, Effect, Plan, PlannedCall
 from coterie.stores.sql.rows import Connection, insert
@@ -49,6 +49,20 @@ SELECT count(*) FROM plans
  WHERE agent_id = :agent_id AND turn_no = :turn_no AND outcome = 'withdrawn'
    AND NOT EXISTS (SELECT 1 FROM calls WHERE calls.agent_id = plans.agent_id AND calls.turn_no = plans.turn_no
                                          AND calls.step_no = plans.step_no)
+"""
+_UPSERT_USAGE = """
+INSERT INTO llm_calls (agent_id, turn_no, step_no, service, input_tokens, output_tokens, outcome, at, estimated, task,
+                       cached_tokens, cost, model_ms)
+VALUES (:agent_id, :turn_no, :step_no, :service, :input_tokens, :output_tokens, :outcome, :at, :estimated, :task,
+        :cached_tokens, :cost, :model_ms)
+    ON CONFLICT (agent_id, turn_no, step_no, call_no) DO UPDATE
+   SET service = excluded.service, input_tokens = excluded.input_tokens, output_tokens = excluded.output_tokens,
+       outcome = excluded.outcome, at = excluded.at, estimated = excluded.estimated, task = excluded.task,
+       cached_tokens = excluded.cached_tokens, cost = excluded.cost, model_ms = excluded.model_ms
+"""
+_DELETE_RESERVED_TOKENS = """
+DELETE FROM llm_calls
+ WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no AND call_no = 0 AND task IS NULL
 """
 _decode, _encode = msgspec.json.decode, msgspec.json.encode
 
@@ -218,3 +232,39 @@ def approval_payload(call: ToolCall, file: ArgumentsFile | None = None) -> str:
 def approval_question_id(agent_id: str, call_id: str) -> str:
     """Return the id of the question about a call that needs approval. Each call has its own."""
     return id_for("approval", agent_id, call_id)
+
+
+def put_usage(
+    db: Connection,
+    agent_id: str,
+    key: PlanKey,
+    service: str,
+    usage: TokenUsage,
+    outcome: Literal["used", "withdrawn"],
+    at: int,
+    task: str | None,
+) -> None:
+    """Write the token usage of a step instead of what was reserved for it."""
+    db.execute(
+        _UPSERT_USAGE,
+        {
+            "agent_id": agent_id,
+            "turn_no": key[0],
+            "step_no": key[1],
+            "service": service,
+            "input_tokens": usage.input_tokens,
+            "output_tokens": usage.output_tokens,
+            "outcome": outcome,
+            "at": at,
+            "estimated": int(usage.estimated),
+            "task": task,
+            "cached_tokens": usage.cached_tokens,
+            "cost": usage.cost,
+            "model_ms": usage.model_ms,
+        },
+    )
+
+
+def release_reserved_tokens(db: Connection, agent_id: str, turn_no: int, step_no: int) -> None:
+    """Delete the tokens reserved for the step."""
+    db.execute(_DELETE_RESERVED_TOKENS, {"agent_id": agent_id, "turn_no": turn_no, "step_no": step_no})

@@ -64,16 +64,6 @@ from coterie.turn import (
 from coterie.turn_store import Claim, HistoryRow, ReplyTarget, StaleClaim
 
 _HIDE_MESSAGES = "UPDATE history SET hidden = 1 WHERE agent_id = :agent_id AND turn_no = :turn_no AND role = 'user'"
-_UPSERT_USAGE = """
-INSERT INTO llm_calls (agent_id, turn_no, step_no, service, input_tokens, output_tokens, outcome, at, estimated, task,
-                       cached_tokens, cost, model_ms)
-VALUES (:agent_id, :turn_no, :step_no, :service, :input_tokens, :output_tokens, :outcome, :at, :estimated, :task,
-        :cached_tokens, :cost, :model_ms)
-    ON CONFLICT (agent_id, turn_no, step_no, call_no) DO UPDATE
-   SET service = excluded.service, input_tokens = excluded.input_tokens, output_tokens = excluded.output_tokens,
-       outcome = excluded.outcome, at = excluded.at, estimated = excluded.estimated, task = excluded.task,
-       cached_tokens = excluded.cached_tokens, cost = excluded.cost, model_ms = excluded.model_ms
-"""
 _INSERT_TURN = "turns (agent_id, turn_no, task, started_at, ended_at, outcome)"
 _HIDE_TASK = """
 UPDATE history SET hidden = 1
@@ -84,10 +74,6 @@ UPDATE history SET hidden = 1
 _SELECT_LAST_SENDER = """
 SELECT messages.sender FROM history LEFT JOIN messages ON messages.id = history.message_id
  WHERE history.agent_id = :agent_id ORDER BY history.seq DESC LIMIT 1
-"""
-_DELETE_RESERVED_TOKENS = """
-DELETE FROM llm_calls
- WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no AND call_no = 0 AND task IS NULL
 """
 
 _MS = timedelta(milliseconds=1)
@@ -231,7 +217,7 @@ class TurnTransaction:
         elif isinstance(event, Interrupted) and event.usage.input_tokens:
             self.record_usage(event.service, event.usage, "withdrawn")
         elif isinstance(event, ModelFailed | Deferred | Interrupted | Stopped) and self._has_claim:
-            release_reserved_tokens(self._db, self._agent_id, self.mailbox.turn_no, self.mailbox.step_no)
+            turn_rows.release_reserved_tokens(self._db, self._agent_id, self.mailbox.turn_no, self.mailbox.step_no)
         self._cuts += isinstance(event, Interrupted)
         if isinstance(event, Stopped):
             self._outcome = "stopped"
@@ -529,24 +515,8 @@ class TurnTransaction:
         task = None if is_reserved else self.mailbox.task
         if task:
             self._uow.tasks.of(task).add_usage(usage)
-        self._db.execute(
-            _UPSERT_USAGE,
-            {
-                "agent_id": self._agent_id,
-                "turn_no": self.mailbox.turn_no,
-                "step_no": self.mailbox.step_no,
-                "service": service,
-                "input_tokens": usage.input_tokens,
-                "output_tokens": usage.output_tokens,
-                "outcome": outcome,
-                "at": self._uow.timestamp,
-                "estimated": int(usage.estimated),
-                "task": task,
-                "cached_tokens": usage.cached_tokens,
-                "cost": usage.cost,
-                "model_ms": usage.model_ms,
-            },
-        )
+        step, at = (self.mailbox.turn_no, self.mailbox.step_no), self._uow.timestamp
+        turn_rows.put_usage(self._db, self._agent_id, step, service, usage, outcome, at, task)
 
     def _append_history(
         self,
@@ -630,11 +600,6 @@ class TurnTransaction:
             was_taken_over=self._was_taken_over,
             checked_seq=self._inbox.checked_seq if self._plan else 0,
         )
-
-
-def release_reserved_tokens(db: Connection, agent_id: str, turn_no: int, step_no: int) -> None:
-    """Delete the tokens reserved for the step."""
-    db.execute(_DELETE_RESERVED_TOKENS, {"agent_id": agent_id, "turn_no": turn_no, "step_no": step_no})
 
 
 def _reply_target(messages: Sequence[Message]) -> ReplyTarget | None:

@@ -2,15 +2,63 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal, Self
+
+from msgspec import UNSET, UnsetType, field
+
 from coterie import agents
+from coterie.agent.context import QUARANTINED_NOTE
 from coterie.errors import CoterieError, Refused
 from coterie.llm.service import Direction
 from coterie.society import Society
 from coterie.store import Store
 from coterie.text import one_line
+from coterie.turn_store import HistoryRow
 from coterie.web.openapi import COMMON_PROBLEMS, problems
 from coterie.web.routing import API, Cursor, Id, Limit, Router, SocietyDep, position
-from coterie.web.schemas import Agent, AgentPage, HistoryItem, HistoryPage, NewAgent, SocietyState, Worker, WorkerPage
+from coterie.web.schemas import Agent, AgentPage, NewAgent, PayloadObject, Schema, SocietyState, Worker, WorkerPage
+
+
+class HistoryCall(Schema):
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+class HistoryItem(Schema):
+    """One entry of an agent's history, under the role that its model sees."""
+
+    seq: int
+    turn: int
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    calls: list[HistoryCall] | UnsetType = UNSET
+    call_id: str | UnsetType | None = UNSET
+    hidden: bool | UnsetType = UNSET
+    message_id: str | UnsetType = UNSET
+    sender: str | UnsetType = field(name="from", default=UNSET)
+    payload: PayloadObject = UNSET
+
+    @classmethod
+    def of(cls, row: HistoryRow) -> Self:
+        item = cls(seq=row.seq, turn=row.turn_no, role=row.role, content=row.text)  # type: ignore[arg-type]
+        if row.role == "assistant" and row.calls:
+            item.calls = [HistoryCall(id=call.id, name=call.name, arguments=dict(call.arguments)) for call in row.calls]
+        elif row.role == "tool":
+            item.call_id = row.call_id
+        elif row.role == "user" and (row.hidden or row.message is None):
+            item.content, item.hidden = QUARANTINED_NOTE, True
+        elif row.role == "user" and row.message:
+            item.content = row.message.payload.get("text", "")
+            item.message_id, item.sender = row.message.id, row.message.sender
+            item.payload = row.message.payload
+        return item
+
+
+class HistoryPage(Schema):
+    items: list[HistoryItem]
+    next: str | None
+
 
 router = Router(prefix=API, responses=COMMON_PROBLEMS)
 

@@ -215,7 +215,7 @@ async def list_services(society: SocietyDep, probe: bool = False) -> ServiceList
 @router.put(
     "/services/{service_id}",
     summary="Add a service, or change one",
-    responses=problems("service_invalid", _422=f"`request_invalid`, {_CONFIG}"),
+    responses=problems("service_invalid", "id_taken", _422=f"`request_invalid`, {_CONFIG}"),
 )
 async def put_service(service_id: str, society: SocietyDep, body: _ServiceFields) -> Service:
     """The fields of llmservices.json; fields left out stay as they are. New capabilities that are left out are those
@@ -243,7 +243,7 @@ async def delete_service(service_id: str, society: SocietyDep) -> None:
 @router.post(
     "/services/{service_id}/test",
     summary="Send real requests to a service and report the result",
-    responses=problems("unknown_service", "service_invalid", _422=_CONFIG),
+    responses=problems("unknown_service", "service_invalid", "id_taken", _422=_CONFIG),
 )
 async def test_service(
     service_id: str, society: SocietyDep, body: Annotated[dict[str, Any] | None, ServiceChange] = None
@@ -263,7 +263,7 @@ async def test_service(
 @router.post(
     "/services/{service_id}/models",
     summary="Ask a service which models it offers",
-    responses=problems("unknown_service", "service_invalid", _422=_CONFIG),
+    responses=problems("unknown_service", "service_invalid", "id_taken", _422=_CONFIG),
 )
 async def list_service_models(
     service_id: str, society: SocietyDep, body: Annotated[dict[str, Any] | None, ServiceChange] = None

@@ -15,6 +15,7 @@ from coterie.clock import to_rfc3339
 from coterie.messages import SYSTEM
 from coterie.society import Society
 from coterie.store import Page
+from coterie.turn_store import PlanRecord
 from coterie.web import markdown
 from coterie.web.api.agents import find_agent
 from coterie.web.api.messages import message_page, message_position
@@ -148,7 +149,7 @@ class Run(Schema):
     calls: list[ToolCall]
 
     @classmethod
-    def of(cls, plan: store.PlanRecord) -> Self:
+    def of(cls, plan: PlanRecord) -> Self:
         return cls(
             agent=plan.agent_id,
             turn=plan.turn_no,
@@ -343,9 +344,16 @@ async def list_runs(
     before: Cursor | None = None,
     limit: Limit = 50,
 ) -> RunPage:
-    """With `q`, those whose text contains all words."""
-    plans = await society.store.runs(Page(before=position(before, "before"), limit=limit), agent, q)
-    return RunPage(items=[Run.of(plan) for plan in plans], next=str(plans[-1].seq) if len(plans) == limit else None)
+    """With `q`, those whose text contains all words. A request searches in a part of them: a page with few or no items
+    can have a `next`.
+    """
+    page = Page(before=position(before, "before"), limit=limit)
+    if q.strip():
+        plans, go_on = await society.store.search_runs(q, page, agent)
+    else:
+        plans = await society.store.runs(page, agent)
+        go_on = plans[-1].seq if len(plans) == limit else None
+    return RunPage(items=[Run.of(plan) for plan in plans], next=None if go_on is None else str(go_on))
 
 
 @router.post("/markdown", tags=["overview"], summary="Render the Markdown of a text that is still being written")

@@ -45,11 +45,14 @@ export function reasonOf({ status, code, detail, more }) {
 export const toolDoes = ({ name, builtIn, description }) => (builtIn && words[`toolDoes_${name}`]) || description.split('\n')[0];
 
 /** What is wrong with a setting. English has the server's sentences, other languages one for each code. */
-export function settingProblem({ code, values, message }) {
+export function settingProblem({ code, values, parts, message }) {
   if (!words[`config_${code}`]) return message;
-  let text = t(`config_${code}`, values);
-  if (values.got) text = t('config_got', { text, got: values.got });
-  return values.meant ? t('config_meant', { text, meant: values.meant }) : text;
+  const worded = { ...values };
+  if (values.why) worded.why = t('config_quoted', { text: values.why }); // what a program or a server says
+  for (const [name, texts] of Object.entries(parts ?? {})) worded[name] = texts.map(settingProblem).join(t('semicolon'));
+  let text = t(`config_${code}`, worded);
+  if (worded.got) text = t('config_got', { text, got: worded.got });
+  return worded.meant ? t('config_meant', { text, meant: worded.meant }) : text;
 }
 
 // Formatting of times and sizes

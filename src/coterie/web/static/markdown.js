@@ -64,12 +64,12 @@ function code({ lang, tokens }) {
   const text = (tokens ?? []).map(([, piece]) => piece).join('');
   const copy = button({ class: 'md-copy', onclick: () => copyText(text) }, t('copy'));
   return h('div', { class: 'md-code' }, h('div', { class: 'md-code-head' }, h('span', {}, lang ?? ''), copy),
-    h('pre', { tabindex: '0', 'aria-label': lang || 'code', role: 'region' }, h('code', {}, runs)));
+    h('pre', { tabindex: '0', 'aria-label': lang || t('codeBlock'), role: 'region' }, h('code', {}, runs)));
 }
 
 function table({ align = [], head = [], rows = [] }) {
   const cell = (tag) => (inside, at) => h(tag, { class: align[at] ? `md-${align[at]}` : null, scope: tag === 'th' ? 'col' : null }, each(inside));
-  return h('div', { class: 'md-table', tabindex: '0', role: 'region', 'aria-label': plain(head.flat()) || 'table' },
+  return h('div', { class: 'md-table', tabindex: '0', role: 'region', 'aria-label': plain(head.flat()) || t('table') },
     h('table', {}, h('thead', {}, h('tr', {}, head.map(cell('th')))), h('tbody', {}, rows.map((row) => h('tr', {}, row.map(cell('td')))))));
 }
 

@@ -22,6 +22,7 @@ export function openFind(agent, words = '') {
   let at = -1;
   let turn = 0;
   let timer = null;
+  let searching = false;
   const had = document.activeElement;
   const input = h('input', { type: 'search', class: 'field', 'aria-label': t('findHere'), placeholder: t('findHere'), autocomplete: 'off', 'data-testid': 'find' });
   const count = h('span', { class: 'meta num find-count', role: 'status', 'data-testid': 'find-count' });
@@ -38,18 +39,44 @@ export function openFind(agent, words = '') {
   async function search() {
     const words = input.value.trim();
     const mine = (turn += 1);
-    const ask = (path) => (words ? query(path, { q: words, agent, limit: MOST }).catch(() => ({ items: [] })) : { items: [] });
-    const [sent, said] = await Promise.all([ask('/search'), ask('/runs')]);
+    let found = [];
+    const ask = (path, more) => (words ? query(path, { q: words, agent, limit: MOST, ...more }).catch(() => ({ items: [] })) : { items: [] });
+    const add = (items) => {
+      const current = found[at]; // stays the current one
+      found = [...found, ...items].sort((a, b) => (a.deliveredAt < b.deliveredAt ? 1 : a.deliveredAt > b.deliveredAt ? -1 : 0));
+      hits = found;
+      at = current ? hits.indexOf(current) : hits.length ? 0 : -1;
+      if (current) tell();
+      else if (hits.length) show();
+    };
+    const messages = async () => {
+      const { items } = await ask('/search');
+      if (mine === turn) add(items.filter((message) => threadOf(message) === agent && message.deliveredAt).map(keep));
+    };
+    const plans = async () => { // the server searches a part of them for each request
+      for (let more = {}, n = 0; more && n < MOST;) {
+        const { items, next } = await ask('/runs', more);
+        if (mine !== turn) return;
+        add(items.map(saidIn));
+        n += items.length;
+        more = next && { before: next };
+      }
+    };
+    at = -1;
+    searching = true;
+    await Promise.all([messages(), plans()]);
     if (mine !== turn) return;
-    const messages = sent.items.filter((message) => threadOf(message) === agent && message.deliveredAt).map(keep);
-    hits = [...messages, ...said.items.map(saidIn)].sort((a, b) => (a.deliveredAt < b.deliveredAt ? 1 : a.deliveredAt > b.deliveredAt ? -1 : 0));
-    at = hits.length ? 0 : -1;
-    show();
+    searching = false;
+    tell();
+  }
+
+  function tell() {
+    setText(count, !input.value.trim() ? '' : hits.length ? t('findCount', { n: hits.length - at, m: hits.length }) : searching ? '' : t('searchNone'));
+    paint();
   }
 
   async function show() {
-    setText(count, !input.value.trim() ? '' : hits.length ? t('findCount', { n: hits.length - at, m: hits.length }) : t('searchNone'));
-    paint();
+    tell();
     const hit = hits[at];
     if (!hit) return;
     await loadAround(agent, hit.id).catch(() => {});
