@@ -174,3 +174,43 @@ async def test_older_messages_that_arrive_after_a_new_snapshot_leave_no_gap(pane
             await window.older; await loadAround('ada', 'all of it'); return state.threads.get('ada').ids; }"""
     )
     assert held == sent
+
+
+async def _many_messages_while_an_agent_writes(panel: Panel) -> tuple[str, str]:
+    """Fill the thread with more messages than a page keeps, and let Bob write; return an old message and Bob's task."""
+    first = [await panel.send_as_agent(text) for text in ("The beginning", "A needle")]
+    for begin in range(0, 1_600, 50):
+        await asyncio.gather(*(panel.send_as_agent(f"Message {n}") for n in range(begin, begin + 50)))
+    panel.server.script(Says("word " * 20_000, token_delay=0.02))
+    return first[1], await panel.stage.say("Write", to="bob")
+
+
+def _pages_asked(page: Page) -> list[str]:
+    """Return a list that collects the addresses of requests for pages of a thread from now on."""
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if "/threads/ada/messages" in request.url else None)
+    return asked
+
+
+async def test_find_reaches_an_old_message_while_an_agent_writes(panel: Panel) -> None:
+    old, task = await _many_messages_while_an_agent_writes(panel)
+    page = await panel.open()
+    await expect(ui.messages(page).last).to_be_visible()
+    await expect(ui.row(page, "bob")).to_contain_text("word")
+    asked = _pages_asked(page)
+    await page.keyboard.press("Control+f")
+    await page.get_by_test_id("find").fill("needle")
+    await expect(ui.message(page, old)).to_be_in_viewport()
+    assert len(asked) < 15
+    await panel.society.stop_task(task)
+
+
+async def test_a_link_leads_to_an_old_message_while_an_agent_writes(panel: Panel) -> None:
+    old, task = await _many_messages_while_an_agent_writes(panel)
+    page = await panel.open("#/a/bob")
+    await expect(ui.row(page, "bob")).to_contain_text("word")
+    asked = _pages_asked(page)
+    await page.goto(f"{panel.url}/#/a/ada?m={old}")
+    await expect(ui.message(page, old)).to_be_in_viewport()
+    assert len(asked) < 15
+    await panel.society.stop_task(task)

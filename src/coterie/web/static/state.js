@@ -14,7 +14,7 @@ export const state = {
   skew: 0, // server's clock minus ours, in ms
   agents: new Map(),
   messages: new Map(),
-  threads: new Map(), // agent -> {ids, requested, loaded, older, unread, firstUnread, last}
+  threads: new Map(), // agent -> {ids, requested, loaded, older, pinned, unread, firstUnread, last}
   queues: new Map(), // agent -> ids in FIFO order
   delayed: new Map(), // id -> message
   allPaused: false, // the whole society
@@ -102,7 +102,7 @@ export function threadOf(message) {
 
 export function thread(id) {
   if (!state.threads.has(id)) {
-    state.threads.set(id, { ids: [], requested: false, loaded: false, older: null, unread: 0, firstUnread: null, last: null });
+    state.threads.set(id, { ids: [], requested: false, loaded: false, older: null, pinned: 0, unread: 0, firstUnread: null, last: null });
   }
   return state.threads.get(id);
 }
@@ -289,7 +289,18 @@ export async function loadOlder(agent) {
   readOlderPlans(agent).catch(() => {});
 }
 
-/** Loads a message, or what an agent said before a tool call, and all that is later. */
+/** Runs `work`, which loads old messages and shows one of them. Until it has ended, the conversation keeps all that is loaded. */
+export async function unshortened(agent, work) {
+  const one = thread(agent);
+  one.pinned += 1;
+  try {
+    return await work();
+  } finally {
+    one.pinned -= 1;
+  }
+}
+
+/** Loads a message, or what an agent said before a tool call, and all that is later. Call it within `unshortened`. */
 export async function loadAround(agent, id) {
   const one = thread(agent);
   const said = isSaid(id) && id.slice(id.lastIndexOf('_') + 1);
@@ -366,7 +377,7 @@ async function readOlderPlans(agent) {
 /** Keeps the newest messages of a conversation, and the plans between them. The others are read again when they are needed. */
 export function shorten(agent, most) {
   const one = thread(agent);
-  if (!one.loaded || one.ids.length <= most) return;
+  if (!one.loaded || one.pinned || one.ids.length <= most) return;
   one.ids = one.ids.slice(-most);
   one.older = one.ids[0];
   const first = state.messages.get(one.older).deliveredAt;

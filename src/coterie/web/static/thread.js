@@ -6,7 +6,7 @@ import { dayKey, t } from './i18n.js';
 import { Feed } from './feed.js';
 import { asksAboutBudget, draftView, messageView, problemView, spokenView } from './message.js';
 import { agentPath } from './router.js';
-import { dropLocal, isSaid, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, saidIn, state, SYSTEM, takes, thread, threadOf } from './state.js';
+import { dropLocal, isSaid, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, saidIn, state, SYSTEM, takes, thread, threadOf, unshortened } from './state.js';
 import { dock } from './shell.js';
 import { mountComposer, putBack, retryLocal, sendText } from './composer.js';
 import { isQueued, isWaiting, waited } from './waiting.js';
@@ -228,7 +228,9 @@ function conversation(root, id, wanted) {
 
   // History
 
-  async function open() {
+  const open = () => unshortened(id, openWanted);
+
+  async function openWanted() {
     if (!one.loaded) fill(blank, bones()).hidden = false;
     try {
       if (!one.loaded || wanted) await loadThread(id);
