@@ -16,6 +16,7 @@ from playwright.async_api import Browser, Error, Page, Route, expect
 from coterie import store
 from coterie.live import CallProgress
 from coterie.testing import Calls, Says, model_faults
+from tests.agent.held_answer import HeldAnswer
 from tests.agent.stage import Bell
 from tests.panel import ui
 from tests.panel.harness import (
@@ -952,3 +953,12 @@ async def test_an_answer_that_a_content_filter_cut_off_is_marked(panel: Panel) -
     page = await panel.open()
     await ui.send(page, "Tell me a story")
     await expect(page.locator('[data-testid="cut-off"]')).to_have_text("Cut off by the content filter")
+
+
+async def test_the_end_of_an_answer_in_the_list_of_agents_has_no_markdown(panel: Panel) -> None:
+    held = HeldAnswer("The **bold** `code` and a [link](https://example.com/)")
+    panel.server.script(held)
+    page = await panel.open("#/a/bob")
+    await panel.stage.say("Write")
+    await expect(ui.row(page, "ada").locator(".row-sub")).to_have_text(re.compile(r"^….*code and a link$"))
+    held.may_end.set()
