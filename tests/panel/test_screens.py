@@ -53,6 +53,8 @@ async def test_an_error_in_the_configuration_is_shown_until_it_is_mended(panel: 
         await page.reload()
         await expect(notice).to_contain_text(f"at line {line}")
     await expect(setup.locator(".inline-error")).to_contain_text(f"at line {line}")
+    link = talk.get_by_test_id("banner-configuration").get_by_role("link")
+    await expect(link).to_have_text({"en-US": "Fix it", "zh-CN": "去修复"}[words.locale])
 
     file.write_text(f"{before}\n[limits]\ntool_seconds = 0\n")
     await reload.click()

@@ -403,6 +403,7 @@ async def test_a_problem_is_said_once_with_its_cause_in_the_language_of_the_page
     card = page.get_by_test_id("problem")
     words = ("The model service rejected the key. (main, HTTP 401)", "模型服务拒绝了密钥。 (main, HTTP 401)")[at]
     await expect(card.locator(".problem-what")).to_have_text(words)
+    await expect(card.get_by_role("link")).to_have_text(("Fix it", "去修复")[at])
     for _ in ("live", "after a reload"):
         await expect(page.locator(".problem-what")).to_have_text(words)
         await expect(page.locator(ui.FEED).get_by_text(words[:9])).to_have_count(1)
