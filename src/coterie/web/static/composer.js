@@ -41,6 +41,7 @@ export function mountComposer(root, agent) {
   intended.delete(agent);
   let known = packed(draft); // what the storage has, as far as this composer knows
   let isMine = false; // the stored draft was written here
+  let closePasted = () => {}; // closes the notice that offers to insert the pasted text: only this composer can
   let left = false; // it neither sends nor stores its draft: the same agent may have a new composer
 
   const strip = h('div', { class: 'strip', role: 'region', 'aria-label': t('strip') });
@@ -112,7 +113,7 @@ export function mountComposer(root, agent) {
       changed();
       text.focus();
     });
-    toast({ text: t('pastedLong'), retry: insert || undefined, label: t('pasteAsText') });
+    if (!left) closePasted = toast({ text: t('pastedLong'), retry: insert || undefined, label: t('pasteAsText') });
   }
 
   function changed() {
@@ -327,6 +328,7 @@ export function mountComposer(root, agent) {
       keepDraft();
       if (toSend()) intended.set(agent, toSend());
       left = true;
+      closePasted();
       shown = null;
       removeEventListener('storage', follow);
       if (tray?.leave()) handedTo.add(agent);
