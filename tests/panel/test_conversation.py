@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Error, Page, expect
+from playwright.async_api import Browser, Error, Page, Route, expect
 
 from coterie import store
 from coterie.live import CallProgress
 from coterie.testing import Calls, Says, model_faults
+from tests.agent.held_answer import HeldAnswer
 from tests.agent.stage import Bell
 from tests.panel import ui
 from tests.panel.harness import (
@@ -537,6 +538,94 @@ async def test_a_file_chosen_before_its_conversation_is_left_is_there_on_return(
     await expect(page.locator(ui.CHIP)).to_contain_text("a.png")
 
 
+class HeldUpload:
+    """Route handler of an upload that goes on when `may_go` is set."""
+
+    def __init__(self, status: int | None = None) -> None:
+        self.may_go, self._status = asyncio.Event(), status
+
+    async def __call__(self, route: Route) -> None:
+        await self.may_go.wait()
+        if self._status is None:
+            await route.continue_()
+        else:
+            await route.fulfill(status=self._status, body="")
+
+
+async def _send_with_file(page: Page, words: Words, held: HeldUpload, *, later: bool = False) -> None:
+    """Send a message whose file is still uploaded."""
+    await page.route("**/api/v1/artifacts", held)
+    await page.set_input_files("input[type=file]", {"name": "a.png", "mimeType": "image/png", "buffer": PNG})
+    await expect(page.locator(ui.CHIP)).to_contain_text("a.png")
+    await page.locator(ui.COMPOSER).fill("Look at this")
+    if later:
+        await page.get_by_test_id("send-later").click()
+        await expect(page.get_by_test_id("whenHour")).to_be_focused()
+    await page.keyboard.press("Enter")
+    await expect(page.locator(".composer-hint")).to_have_text(words("waitsForUploads"))
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("ends", ["meanwhile", "afterwards"])
+async def test_a_message_that_waits_for_its_file_is_sent_although_its_conversation_was_left(
+    panel: Panel, words: Words, ends: str, later: bool
+) -> None:
+    page, held = await panel.open(locale=words.locale), HeldUpload()
+    sent = record_bodies(page)
+    await _send_with_file(page, words, held, later=later)
+    await ui.row(page, "bob").click()
+    await expect(page.get_by_test_id("title")).to_have_text("Bob")
+    if ends == "afterwards":
+        await ui.row(page, "ada").click()
+        await expect(page.locator(ui.COMPOSER)).to_have_value("Look at this")
+        await expect(page.locator(".composer-hint")).to_have_text(words("waitsForUploads"))
+    async with page.expect_response("**/api/v1/messages"):
+        held.may_go.set()
+    (body,) = sent
+    assert (body["to"], body["payload"]["text"]) == ("ada", "Look at this")
+    assert [one["filename"] for one in body["payload"]["attachments"]] == ["a.png"]
+    assert ("delayMs" in body) is later
+    await ui.row(page, "ada").click()
+    await expect(page.get_by_test_id("title")).to_have_text("Ada")
+    await expect(page.locator(ui.COMPOSER)).to_have_value("")
+    await expect(page.locator(ui.CHIP)).to_have_count(0)
+
+
+async def test_a_message_whose_file_fails_after_its_conversation_was_left_is_said_to_be_unsent(
+    panel: Panel, words: Words
+) -> None:
+    page, held = await panel.open(locale=words.locale), HeldUpload(500)
+    panel.allow("Failed to load resource")
+    sent = record_bodies(page)
+    await _send_with_file(page, words, held)
+    await ui.row(page, "bob").click()
+    await expect(page.get_by_test_id("title")).to_have_text("Bob")
+    held.may_go.set()
+    await expect(page.locator(ui.TOAST)).to_contain_text("Look at this")
+    await ui.row(page, "ada").click()
+    await expect(page.locator(ui.COMPOSER)).to_have_value("Look at this")
+    await expect(page.locator(ui.CHIP)).to_contain_text(words("uploadFailed"))
+    assert sent == []
+
+
+async def test_a_message_that_waits_for_its_file_is_sent_to_the_agent_that_is_chosen_instead(
+    panel: Panel, words: Words
+) -> None:
+    sees = {"input": ["text", "vision"], "output": ["text"]}
+    await panel.society.setup.put("sees", {"baseURL": panel.server.base_url, "model": "m", "capabilities": sees})
+    await panel.society.create_agent(id="eyes", name="Eyes", service="sees")
+    page, held = await panel.open(locale=words.locale), HeldUpload()
+    await expect(ui.row(page, "eyes")).to_be_visible()
+    sent = record_bodies(page)
+    await _send_with_file(page, words, held)
+    await page.get_by_test_id("send-instead").click()
+    await expect(page.get_by_test_id("title")).to_have_text("Eyes")
+    async with page.expect_response("**/api/v1/messages"):
+        held.may_go.set()
+    assert [(body["to"], body["payload"]["text"]) for body in sent] == [("eyes", "Look at this")]
+    await expect(page.locator(ui.COMPOSER)).to_have_value("")
+
+
 async def send_during_upload(panel: Panel, page: Page, text: str) -> asyncio.Event:
     """Send a text with a file whose upload fails when the returned event is set."""
     may_end = asyncio.Event()
@@ -574,7 +663,7 @@ async def test_a_failed_upload_cancels_the_send_that_waits_for_it(panel: Panel) 
 
 
 @pytest.mark.check(18)
-async def test_a_composer_that_was_left_during_an_upload_sends_nothing(panel: Panel) -> None:
+async def test_a_failed_upload_cancels_the_send_also_after_the_conversation_was_left(panel: Panel) -> None:
     page = await panel.open()
     sent, composer = record_bodies(page), page.locator(ui.COMPOSER)
     may_end = await send_during_upload(panel, page, "Look at this")
@@ -583,6 +672,8 @@ async def test_a_composer_that_was_left_during_an_upload_sends_nothing(panel: Pa
     await ui.row(page, "ada").click()
     await expect(composer).to_have_value("Look at this")
     may_end.set()
+    await expect(page.locator(ui.CHIP)).to_contain_text("Upload failed")
+    await expect(page.locator("#composer-hint")).to_be_empty()
     assert sent == []
 
 
@@ -862,3 +953,12 @@ async def test_an_answer_that_a_content_filter_cut_off_is_marked(panel: Panel) -
     page = await panel.open()
     await ui.send(page, "Tell me a story")
     await expect(page.locator('[data-testid="cut-off"]')).to_have_text("Cut off by the content filter")
+
+
+async def test_the_end_of_an_answer_in_the_list_of_agents_has_no_markdown(panel: Panel) -> None:
+    held = HeldAnswer("The **bold** `code` and a [link](https://example.com/)")
+    panel.server.script(held)
+    page = await panel.open("#/a/bob")
+    await panel.stage.say("Write")
+    await expect(ui.row(page, "ada").locator(".row-sub")).to_have_text(re.compile(r"^….*code and a link$"))
+    held.may_end.set()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
+import pytest
 from playwright.async_api import Page, Route, expect
 
+from coterie.clock import to_rfc3339
 from coterie.testing import Calls, Says
 from tests.panel import ui
 from tests.panel.harness import Panel, eventually_in, options_of
@@ -174,3 +179,131 @@ async def test_older_messages_that_arrive_after_a_new_snapshot_leave_no_gap(pane
             await window.older; await loadAround('ada', 'all of it'); return state.threads.get('ada').ids; }"""
     )
     assert held == sent
+
+
+async def _many_messages_while_an_agent_writes(panel: Panel) -> tuple[str, str]:
+    """Fill the thread with more messages than a page keeps, and let Bob write; return an old message and Bob's task."""
+    first = [await panel.send_as_agent(text) for text in ("The beginning", "A needle")]
+    for begin in range(0, 1_600, 50):
+        await asyncio.gather(*(panel.send_as_agent(f"Message {n}") for n in range(begin, begin + 50)))
+    panel.server.script(Says("word " * 20_000, token_delay=0.02))
+    return first[1], await panel.stage.say("Write", to="bob")
+
+
+def _pages_asked(page: Page) -> list[str]:
+    """Return a list that collects the addresses of requests for pages of a thread from now on."""
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if "/threads/ada/messages" in request.url else None)
+    return asked
+
+
+async def test_find_reaches_an_old_message_while_an_agent_writes(panel: Panel) -> None:
+    old, task = await _many_messages_while_an_agent_writes(panel)
+    page = await panel.open()
+    await expect(ui.messages(page).last).to_be_visible()
+    await expect(ui.row(page, "bob")).to_contain_text("word")
+    asked = _pages_asked(page)
+    await page.keyboard.press("Control+f")
+    await page.get_by_test_id("find").fill("needle")
+    await expect(ui.message(page, old)).to_be_in_viewport()
+    assert len(asked) < 15
+    await panel.society.stop_task(task)
+
+
+async def test_a_link_leads_to_an_old_message_while_an_agent_writes(panel: Panel) -> None:
+    old, task = await _many_messages_while_an_agent_writes(panel)
+    page = await panel.open("#/a/bob")
+    await expect(ui.row(page, "bob")).to_contain_text("word")
+    asked = _pages_asked(page)
+    await page.goto(f"{panel.url}/#/a/ada?m={old}")
+    await expect(ui.message(page, old)).to_be_in_viewport()
+    assert len(asked) < 15
+    await panel.society.stop_task(task)
+
+
+class _Plans:
+    """Route handler that lists steps of an agent, each with a text before its call. The oldest has the needle."""
+
+    def __init__(self, agent: str, count: int, begin: datetime, end: datetime) -> None:
+        self.items = [self._plan(agent, n, begin + (end - begin) * n / count) for n in range(count)]
+
+    def _plan(self, agent: str, n: int, at: datetime) -> dict[str, Any]:
+        call = {"callId": f"call-{n}", "name": "look", "arguments": "{}", "state": "done", "result": "ok"}
+        return {
+            "position": str(n),
+            "agent": agent,
+            "turn": 1,
+            "step": n,
+            "at": to_rfc3339(at),
+            "text": f"Step {n}" if n else "The needle is here",
+            "calls": [{**call, "startedAt": None, "endedAt": None}],
+            "outcome": "done",
+            "interruptedBy": None,
+        }
+
+    async def __call__(self, route: Route) -> None:
+        asked = {key: value for key, [value] in parse_qs(urlsplit(route.request.url).query).items()}
+        limit, before = int(asked["limit"]), int(asked.get("before", len(self.items)))
+        found = [plan for plan in self.items if asked.get("q", "") in plan["text"]][:before]
+        page = found[-limit:][::-1]
+        following = page[-1]["position"] if len(page) == limit else None
+        await route.fulfill(json={"items": page, "next": following})
+
+
+async def _find_needle(page: Page) -> None:
+    await page.keyboard.press("Control+f")
+    await page.get_by_test_id("find").fill("needle")
+    await expect(page.get_by_test_id("find-count")).to_have_text("1 of 1")
+    await expect(page.get_by_test_id("said").filter(has_text="The needle is here")).to_be_in_viewport()
+
+
+@pytest.mark.parametrize("count", [450, 2_500])
+async def test_find_reaches_a_text_before_a_tool_call_of_long_ago(panel: Panel, count: int) -> None:
+    for n in range(61):
+        await panel.send_as_agent(f"Message {n} " + "some words " * 40)
+    begin, end = (message.created_at for message in (await panel.sent(by="ada"))[:2])
+    context = await panel.browser()
+    await context.route("**/api/v1/runs?*", _Plans("ada", count, begin, end))
+    page = await panel.open(context=context)
+    await expect(ui.messages(page).last).to_contain_text("Message 60")
+    await _find_needle(page)
+
+
+async def test_all_steps_of_an_agent_without_messages_can_be_reached(panel: Panel) -> None:
+    now = datetime.now(UTC)
+    context = await panel.browser()
+    await context.route("**/api/v1/runs?*", _Plans("bob", 1_200, now - timedelta(hours=1), now))
+    page = await panel.open("#/a/bob", context=context)
+    last = page.get_by_test_id("said").filter(has_text="Step 1199")
+    await expect(last).to_be_visible()
+    await _find_needle(page)
+    await page.reload()
+    await expect(last).to_be_visible()
+    earlier, first = page.get_by_test_id("earlier"), page.get_by_test_id("said").filter(has_text="The needle is here")
+    for _ in range(3):
+        await page.locator(".thread").focus()
+        await page.keyboard.press("Home")
+        await earlier.get_by_role("button").click()
+        await expect(earlier.locator("[aria-disabled]")).to_have_count(0)
+        if not await earlier.count():
+            break
+    await expect(page.locator(ui.COMPOSER)).to_be_focused()
+    await page.locator(".thread").focus()
+    await page.keyboard.press("Home")
+    await expect(first).to_be_in_viewport()
+
+
+async def test_steps_that_are_left_out_between_messages_can_be_loaded(panel: Panel) -> None:
+    for n in range(2):
+        await panel.send_as_agent(f"Message {n}")
+    begin, end = (message.created_at for message in await panel.sent(by="ada"))
+    context = await panel.browser()
+    await context.route("**/api/v1/runs?*", _Plans("ada", 2_500, begin, end))
+    page = await panel.open(context=context)
+    earlier, first = page.get_by_test_id("earlier"), page.get_by_test_id("said").filter(has_text="The needle is here")
+    await eventually_in(page, "async () => (await import('/static/state.js')).state.plans.get('ada')?.length > 2000")
+    await page.locator(".thread").focus()
+    await page.keyboard.press("Home")
+    await earlier.get_by_role("button").click()
+    await expect(first).to_be_visible()
+    await expect(earlier).to_have_count(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -52,6 +53,8 @@ async def test_an_error_in_the_configuration_is_shown_until_it_is_mended(panel: 
         await page.reload()
         await expect(notice).to_contain_text(f"at line {line}")
     await expect(setup.locator(".inline-error")).to_contain_text(f"at line {line}")
+    link = talk.get_by_test_id("banner-configuration").get_by_role("link")
+    await expect(link).to_have_text({"en-US": "Fix it", "zh-CN": "去修复"}[words.locale])
 
     file.write_text(f"{before}\n[limits]\ntool_seconds = 0\n")
     await reload.click()
@@ -67,6 +70,18 @@ async def test_an_error_in_the_configuration_is_shown_until_it_is_mended(panel: 
     for page in (setup, talk):
         await expect(page.get_by_test_id("banner-configuration")).to_have_count(0)
     await expect(setup.get_by_test_id("wrong-settings")).to_have_count(0)
+
+
+async def test_a_problem_of_a_service_is_shown_once(panel: Panel, words: Words) -> None:
+    file = panel.stage.folder / "llmservices.json"
+    document = json.loads(file.read_text())
+    document["services"][0]["temprature"] = 1
+    file.write_text(json.dumps(document))
+    await panel.society.reload()
+    page = await panel.open("#/setup", locale=words.locale)
+    await expect(page.get_by_test_id("wrong-settings").locator("li")).to_contain_text("services[0].temprature")
+    await expect(page.locator(".service")).to_be_visible()
+    await expect(page.locator(".service .inline-error")).to_have_count(0)
 
 
 def _unreadable(locale: str) -> str:

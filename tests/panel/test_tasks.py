@@ -94,6 +94,19 @@ async def test_the_line_says_that_only_a_scheduled_message_is_left(panel: Panel,
     await expect(line(page, sent).get_by_test_id("task-link")).to_have_text(waits)
 
 
+async def test_the_line_says_that_a_message_is_queued_beside_a_scheduled_one(panel: Panel, words: Words) -> None:
+    page = await panel.open(locale=words.locale)
+    later = {"to": "user", "payload": {"text": "Take a break"}, "delayMs": 50_000}
+    await panel.society.pause("bob")
+    panel.server.script(Says(calls=(Calls("send_message", later), *ask_bob().calls)), "I asked Bob.")
+    sent = await started(page, panel, "Remind me, and ask Bob")
+    waits = f"{words('taskQueued')} · {words('n_many_messages', n=4)}"
+    await expect(line(page, sent).get_by_test_id("task-link")).to_have_text(waits)
+    await panel.society.resume("bob")
+    await panel.stage.state("bob", "idle")
+    await expect(line(page, sent).get_by_test_id("task-link")).not_to_contain_text(words("taskQueued"))
+
+
 async def test_an_unknown_cost_is_left_out_of_the_line_and_called_unknown_in_the_task(panel: Panel) -> None:
     page = await panel.open()
     panel.server.script("Good morning")

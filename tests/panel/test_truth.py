@@ -403,6 +403,7 @@ async def test_a_problem_is_said_once_with_its_cause_in_the_language_of_the_page
     card = page.get_by_test_id("problem")
     words = ("The model service rejected the key. (main, HTTP 401)", "模型服务拒绝了密钥。 (main, HTTP 401)")[at]
     await expect(card.locator(".problem-what")).to_have_text(words)
+    await expect(card.get_by_role("link")).to_have_text(("Fix it", "去修复")[at])
     for _ in ("live", "after a reload"):
         await expect(page.locator(".problem-what")).to_have_text(words)
         await expect(page.locator(ui.FEED).get_by_text(words[:9])).to_have_count(1)
@@ -527,28 +528,46 @@ async def test_previews_on_every_screen_are_plain_text_in_the_language_of_the_pa
     await expect(page.locator('[aria-labelledby="page-due"] .item-text')).to_have_text("Wake up")
 
 
+PASTE = """
+text => { const data = new DataTransfer(); data.setData('text/plain', text);
+    const event = new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true});
+    const box = document.querySelector('#composer');
+    if (box.dispatchEvent(event)) document.execCommand('insertText', false, text); }
+"""
+
+
 async def test_a_long_paste_becomes_a_file_and_does_not_freeze_the_page(panel: Panel, words: Words) -> None:
     page = await panel.open(locale=words.locale)
     lines = "\n".join(f"line {n} of a long text" for n in range(20_000))
-    paste = """text => { const data = new DataTransfer(); data.setData('text/plain', text);
-        const event = new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true});
-        const box = document.querySelector('#composer');
-        if (box.dispatchEvent(event)) document.execCommand('insertText', false, text); }"""
     await page.locator(ui.COMPOSER).focus()
-    await page.evaluate(paste, lines)
+    await page.evaluate(PASTE, lines)
     await expect(page.locator(ui.CHIP)).to_contain_text(words("pastedName"))
     await expect(page.locator(ui.COMPOSER)).to_have_value("")
     # So many lines would freeze the page while they are laid out: they cannot be inserted.
     await expect(page.locator(ui.TOAST).get_by_role("button", name=words("pasteAsText"))).to_have_count(0)
     await page.locator(ui.CHIP).get_by_role("button", name=words("removeFile", name="")).click()
-    await page.evaluate(paste, "word " * 5_000)
+    await page.evaluate(PASTE, "word " * 5_000)
     await page.locator(ui.TOAST).last.get_by_role("button", name=words("pasteAsText")).click()
     await expect(page.locator(ui.COMPOSER)).to_have_value("word " * 5_000)
     await expect(page.locator(ui.CHIP)).to_have_count(0)
     await page.locator(ui.COMPOSER).fill("")
-    await page.evaluate(paste, "a\n" * 5_000)
+    await page.evaluate(PASTE, "a\n" * 5_000)
     await expect(page.locator(ui.CHIP)).to_contain_text(words("pastedName"))
     await expect(page.locator(ui.COMPOSER)).to_have_value("")
+
+
+async def test_a_long_paste_is_not_offered_as_text_after_its_conversation_was_left(panel: Panel, words: Words) -> None:
+    page = await panel.open(locale=words.locale)
+    await page.locator(ui.COMPOSER).focus()
+    await page.evaluate(PASTE, "word " * 5_000)
+    as_text = page.locator(ui.TOAST).get_by_role("button", name=words("pasteAsText"))
+    await as_text.hover()  # so that the notice stays
+    await page.evaluate("location.hash = '#/a/bob'")
+    await expect(page.get_by_test_id("title")).to_have_text("Bob")
+    await expect(as_text).to_have_count(0)
+    await expect(page.locator(ui.COMPOSER)).to_be_focused()
+    await page.evaluate("location.hash = '#/a/ada'")
+    await expect(page.locator(ui.CHIP)).to_contain_text(words("pastedName"))
 
 
 @pytest.mark.parametrize(("locale", "at"), LANGUAGES.items())

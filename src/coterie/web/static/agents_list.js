@@ -5,10 +5,11 @@ import { avatar, fill, h, icon, iconButton, reveal, setAttr, setText } from './d
 import { t } from './i18n.js';
 import { oops } from './notices.js';
 import { agentPath, go, route } from './router.js';
-import { addressed, called, plainText, on, openQuestions, openTasks, PERSON, progressOf, state, touch, unreadTotal, untilNext, upTo99, watchers } from './state.js';
+import { addressed, called, plainText, on, openQuestions, openTasks, PERSON, progressOf, state, touch, unmarked, unreadTotal, untilNext, upTo99, watchers } from './state.js';
 
 const TAIL_MS = 250;
 const TAIL = 15; // full-width characters
+const PART = 400; // characters of a draft, with the addresses of links
 const TYPED_MS = 700;
 const folded = new Set();
 
@@ -262,9 +263,9 @@ function lastLine(last) {
   return last.from === PERSON ? t('said', { name: t('you'), text }) : text;
 }
 
-/** The end of a text that fits one row. */
+/** The end of a text that fits one row, without Markdown syntax. */
 function tailOf(text, most) {
-  const signs = [...text.slice(-80).replace(/\s+/g, ' ')];
+  const signs = [...unmarked(text.slice(-PART)).slice(-80)];
   let width = 0;
   let at = signs.length;
   while (at > 0 && width < most) width += signs[--at].codePointAt(0) > 0x2e7f ? 1 : 0.55;

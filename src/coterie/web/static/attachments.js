@@ -14,9 +14,9 @@ const handed = new Map();
 
 /**
  * Calls `changed` whenever a chip changes, and `moveTo(agent)` to move the draft to another agent.
- * `uploaded(artifact)`: the upload of a file ended after the tray was left.
+ * `endedLater(chip, isLast)`: the upload of a file ended after the tray was left. True if the draft with all files was sent.
  */
-export function mountTray(root, agent, changed, moveTo, uploaded) {
+export function mountTray(root, agent, changed, moveTo, endedLater) {
   let chips = [...new Set(['', agent])].flatMap((each) => handed.get(each) ?? []); // '': before the agents were loaded
   handed.delete('');
   handed.delete(agent);
@@ -100,6 +100,7 @@ export function mountTray(root, agent, changed, moveTo, uploaded) {
     },
     drop: (file) => chips.filter((one) => one.file === file).forEach(drop),
     any: () => chips.some((one) => one.status === 'ready' || one.status === 'uploading'),
+    isWhole: () => chips.every((one) => one.status === 'ready' || one.status === 'uploading'),
     busy: () => chips.some((one) => one.status === 'uploading'),
     ready: () => chips.filter((one) => one.status === 'ready').map((one) => one.artifact),
     /** Moves all chips to another agent's composer, also those still uploading. */
@@ -116,7 +117,7 @@ export function mountTray(root, agent, changed, moveTo, uploaded) {
       end();
       if (!chips.some((one) => one.file && one.status !== 'ready')) return false;
       handed.set(agent, chips);
-      for (const chip of chips) chip.ended = () => chip.status === 'ready' && uploaded(chip.artifact);
+      for (const chip of chips) chip.ended = () => endedLater(chip, !chips.some((one) => one.status === 'uploading')) && handed.delete(agent);
       return true;
     },
   };

@@ -15,6 +15,7 @@ const LONG_PASTE = 20_000; // characters; a longer text is attached instead of i
 const MOST_LINES = 2_000; // a text with more lines would freeze the page while it is laid out
 const hasManyLines = (words) => words.split('\n', MOST_LINES + 1).length > MOST_LINES;
 const handedTo = new Set(); // agents whose next composer gets moved files, or files that were not uploaded when it was left
+const intended = new Map(); // agent -> {plan, isUndecided}: its draft is to be sent when its uploads end, but its composer was left
 let shown = null; // the composer that is shown: {agent, refill, add, attach, focus}
 const kept = (agent) => `coterie.draft.${agent}`;
 
@@ -36,8 +37,11 @@ export function mountComposer(root, agent) {
   let tray = null; // attachments; the module is loaded for the first file
   let composedAt = -1;
   let waitingPlan = null; // of a message whose files are not uploaded yet
+  let intent = intended.get(agent); // until the tray is loaded
+  intended.delete(agent);
   let known = packed(draft); // what the storage has, as far as this composer knows
   let isMine = false; // the stored draft was written here
+  let closePasted = () => {}; // closes the notice that offers to insert the pasted text: only this composer can
   let left = false; // it neither sends nor stores its draft: the same agent may have a new composer
 
   const strip = h('div', { class: 'strip', role: 'region', 'aria-label': t('strip') });
@@ -109,7 +113,7 @@ export function mountComposer(root, agent) {
       changed();
       text.focus();
     });
-    toast({ text: t('pastedLong'), retry: insert || undefined, label: t('pasteAsText') });
+    if (!left) closePasted = toast({ text: t('pastedLong'), retry: insert || undefined, label: t('pasteAsText') });
   }
 
   function changed() {
@@ -231,12 +235,21 @@ export function mountComposer(root, agent) {
       if (!tray?.waits || tray.busy()) return;
       tray.waits = false;
       submit(waitingPlan);
-    }, moveTo, (artifact) => addToDraft(agent, '', [artifact]));
+    }, moveTo, (chip, isLast) => uploadEnded(agent, chip, isLast));
     const files = draft.files;
     draft.files = [];
     if (files.length) tray.restore(files);
+    if (intent && !left) {
+      tray.waits = tray.isWhole();
+      waitingPlan = intent.plan;
+      undecided.checked = intent.isUndecided;
+      intent = null;
+    }
     return tray;
   }
+
+  /** What is to happen when the uploads have ended. */
+  const toSend = () => (tray?.waits ? { plan: waitingPlan, isUndecided: undecided.checked } : intent);
 
   /** The files of the draft that are uploaded. */
   const filesReady = () => [...draft.files, ...(tray?.ready() ?? [])];
@@ -251,6 +264,10 @@ export function mountComposer(root, agent) {
 
   /** Moves the draft to an agent whose model accepts its attachments. */
   function moveTo(other) {
+    const next = toSend();
+    if (next && !readDraft(other)) intended.set(other, next); // with another draft, the person decides
+    tray.waits = false;
+    intent = null;
     addToDraft(other, draft.text);
     tray.hand(other);
     handedTo.add(other);
@@ -309,7 +326,9 @@ export function mountComposer(root, agent) {
     focus,
     leave() {
       keepDraft();
+      if (toSend()) intended.set(agent, toSend());
       left = true;
+      closePasted();
       shown = null;
       removeEventListener('storage', follow);
       if (tray?.leave()) handedTo.add(agent);
@@ -317,6 +336,25 @@ export function mountComposer(root, agent) {
       ends.forEach((end) => end());
     },
   };
+}
+
+/** The upload of a file ended after its composer was left. Returns true if the draft was sent, because it waited for the file. */
+function uploadEnded(agent, { status, artifact, why }, isLast) {
+  if (status === 'ready') addToDraft(agent, '', [artifact]);
+  const intent = intended.get(agent);
+  if (!intent || (status === 'ready' && !isLast)) return false;
+  intended.delete(agent);
+  const draft = { text: '', files: [], replyTo: null, ...readDraft(agent) };
+  if (status === 'ready') sendDraft(agent, draft, intent);
+  else toast({ kind: 'error', text: t('notSentWhy', { text: shortOf(draft), why: why ?? t(status === 'big' ? 'uploadTooBig' : 'uploadFailed') }) });
+  return status === 'ready';
+}
+
+function sendDraft(agent, { text, files, replyTo }, { plan, isUndecided }) {
+  localStorage.removeItem(kept(agent));
+  const question = !plan && isUndecided && asksApproval(agent);
+  const asksBack = Boolean(question) && (!replyTo || replyTo === question.id);
+  deliver({ agent, text, files, replyTo: asksBack ? question.id : replyTo, asksBack, restores: true, plan });
 }
 
 /** The question of an agent whose call waits for the person's approval. */
@@ -375,9 +413,11 @@ function notSent(local, restores, error) {
     Object.assign(local, { status: 'failed', unsure: false });
     putLocal(local); // the event of an equal message may have removed it
   }
-  const short = again.text.length > 80 ? `${again.text.slice(0, 80)}…` : again.text || again.files.map((one) => one.filename).join(', ');
+  const short = shortOf(again);
   toast({ kind: 'error', text: error.status ? t('notSentWhy', { text: short, why: reasonOf(error) }) : t('notSent', { text: short }) });
 }
+
+const shortOf = ({ text, files }) => (text.length > 80 ? `${text.slice(0, 80)}…` : text || files.map((one) => one.filename).join(', '));
 
 /** The fields of a request that make a message delayed or recurring. */
 export const planned = ({ at, every, timeZone }) => ({ ...(at && { delayMs: Math.max(0, Date.parse(at) - now()) }), ...(every && { every, timeZone }) });

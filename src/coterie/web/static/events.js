@@ -194,7 +194,7 @@ function read({ thread: id, upto }) {
 
 function cleared({ thread: id }) {
   const one = thread(id);
-  Object.assign(one, { ids: [], older: null, last: null, unread: 0, firstUnread: null });
+  Object.assign(one, { ids: [], older: null, morePlans: false, last: null, unread: 0, firstUnread: null });
   state.plans.delete(id);
   dropUnfinished(id);
   for (const question of openQuestions(id)) state.questions.delete(question.id);

@@ -304,7 +304,7 @@ export function problemView(id) {
   const detail = h('p', { class: 'problem-why', dir: 'auto' });
   const when = h('p', { class: 'meta num' });
   const again = button({ class: 'plain-btn', 'data-testid': 'problem-retry', onclick: () => post(`/agents/${encodeURIComponent(id)}/resume`).catch((error) => oops(error)) }, t('retry'));
-  const setup = h('a', { class: 'text-btn', href: '#/setup' }, t('setup'));
+  const setup = h('a', { class: 'text-btn', href: '#/setup' }, t('fixIt'));
   const tasks = h('a', { class: 'text-btn', href: '#/tasks?state=waiting' }, t('tasks'));
   const copying = button({ class: 'text-btn', onclick: () => copyText(detail.textContent) }, t('copy'));
   const more = h('details', {}, h('summary', {}, t('details')), detail, copying);

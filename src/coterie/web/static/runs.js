@@ -1,8 +1,9 @@
 // Tool runs in the thread, and plans that an interjection withdrew.
 
-import { fileIcon, h, icon, setText, sync } from './dom.js';
+import { button, fileIcon, h, icon, setAttr, setText, sync, toComposer } from './dom.js';
 import { dayName, elapsed, seconds, t } from './i18n.js';
-import { everySecond, nameOf, now, on, PERSON, progressOf, state } from './state.js';
+import { oops } from './notices.js';
+import { everySecond, loadOlderPlans, nameOf, now, on, PERSON, progressOf, state, thread } from './state.js';
 
 const SIGNS = { done: '✓', failed: '✗', started: '…', planned: '·', gated: '?', cancelled: '–', unknown: '?' };
 
@@ -38,6 +39,18 @@ const isDenied = (call) => call.state === 'cancelled' && /^\{"status":\s*"denied
 
 const stateWord = (call) => t(`run_${call.withdrawn ? 'withdrawn' : isDenied(call) ? 'denied' : SIGNS[call.state] ? call.state : 'unknown'}`);
 const took = (call) => (call.startedAt && call.endedAt ? Date.parse(call.endedAt) - Date.parse(call.startedAt) : null);
+
+/** The button that loads earlier steps of an agent. */
+export function earlierView(agent) {
+  const load = button({ class: 'plain-btn', text: t('earlierSteps'), onclick: async () => {
+    if (load.ariaDisabled) return;
+    setAttr(load, 'aria-disabled', 'true');
+    await loadOlderPlans(agent).catch(oops);
+    setAttr(load, 'aria-disabled', null);
+    if (!thread(agent).morePlans && [load, document.body].includes(document.activeElement)) toComposer();
+  } });
+  return { el: h('article', { class: 'msg msg-earlier', tabindex: '-1', 'data-testid': 'earlier', 'aria-label': t('earlierSteps') }, load), update() {}, leave() {} };
+}
 
 export function runsView(item) {
   const day = h('div', { class: 'day', hidden: true });

@@ -139,7 +139,7 @@ function banners() {
     const [first] = problems;
     told.push(h('p', { class: 'banner banner-warn banner-settings', 'data-testid': 'banner-configuration' },
       h('span', { class: 'banner-text' }, what, ' ', h('bdi', {}, `${first.place}${t('colon')}${settingProblem(first).slice(0, 240)}`), problems.length > 1 && ` ${t('moreProblems', { n: problems.length - 1 })}`),
-      h('a', { href: '#/setup' }, t('setup'))));
+      h('a', { href: '#/setup' }, t('fixIt'))));
   }
   const tour = [...state.agents.values()].some(isScripted);
   if (tour) {

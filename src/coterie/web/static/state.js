@@ -14,7 +14,7 @@ export const state = {
   skew: 0, // server's clock minus ours, in ms
   agents: new Map(),
   messages: new Map(),
-  threads: new Map(), // agent -> {ids, requested, loaded, older, unread, firstUnread, last}
+  threads: new Map(), // agent -> {ids, requested, loaded, older, pinned, morePlans, unread, firstUnread, last}
   queues: new Map(), // agent -> ids in FIFO order
   delayed: new Map(), // id -> message
   allPaused: false, // the whole society
@@ -102,7 +102,7 @@ export function threadOf(message) {
 
 export function thread(id) {
   if (!state.threads.has(id)) {
-    state.threads.set(id, { ids: [], requested: false, loaded: false, older: null, unread: 0, firstUnread: null, last: null });
+    state.threads.set(id, { ids: [], requested: false, loaded: false, older: null, pinned: 0, morePlans: false, unread: 0, firstUnread: null, last: null });
   }
   return state.threads.get(id);
 }
@@ -289,13 +289,26 @@ export async function loadOlder(agent) {
   readOlderPlans(agent).catch(() => {});
 }
 
-/** Loads a message, or what an agent said before a tool call, and all that is later. */
+/** Runs `work`, which loads old messages and shows one of them. Until it has ended, the conversation keeps all that is loaded. */
+export async function unshortened(agent, work) {
+  const one = thread(agent);
+  one.pinned += 1;
+  try {
+    return await work();
+  } finally {
+    one.pinned -= 1;
+  }
+}
+
+/** Loads a message, or what an agent said before a tool call, and all that is later. Call it within `unshortened`. */
 export async function loadAround(agent, id) {
   const one = thread(agent);
   const said = isSaid(id) && id.slice(id.lastIndexOf('_') + 1);
   const has = () => (said ? state.messages.get(one.ids[0])?.deliveredAt < said : one.ids.includes(id));
   while (!has() && one.older) await loadOlder(agent);
-  if (said) await readPlans(agent);
+  if (!said) return;
+  await readPlans(agent);
+  await readOlderPlans(agent, { until: said, most: Infinity });
 }
 
 // What an agent said before a tool call is part of a plan. Pages show it as a message of this id.
@@ -326,7 +339,10 @@ export function loadPlans(agent) {
 }
 
 const olderPlans = new Map(); // agent -> cursor of the page before the loaded ones, null at the beginning
-const MOST_PAGES = 20;
+const readingPlans = new Map(); // agent -> promise of the last call of `readOlderPlans`
+const MOST_PAGES = 20; // that are read without a request of the person
+const PAGES_ASKED = 5;
+const BEFORE_ALL = '0'; // an earlier time than any
 
 async function readPlans(agent) {
   const began = performance.now();
@@ -349,24 +365,43 @@ function joinPlans(agent, plans) {
   state.plans.set(agent, [...known.values()].sort((a, b) => (a.at < b.at ? -1 : a.at > b.at ? 1 : a.turn - b.turn || a.step - b.step)));
 }
 
-/** Loads plans as far back as messages are loaded. */
-async function readOlderPlans(agent) {
-  const first = state.messages.get(thread(agent).ids[0])?.deliveredAt;
-  for (let pages = 0; pages < MOST_PAGES; pages += 1) {
-    const before = olderPlans.get(agent);
-    if (!first || !before || state.plans.get(agent)?.[0]?.at < first) return;
-    const page = await query('/runs', { agent, before, limit: 100 });
-    if (olderPlans.get(agent) !== before) return; // loaded by another call meanwhile
-    olderPlans.set(agent, page.next);
-    joinPlans(agent, page.items);
+/** Loads plans as far back as messages are loaded, or the time `until`, but at most `most` pages. Calls for one agent follow each other. */
+function readOlderPlans(agent, { until = '', most = MOST_PAGES } = {}) {
+  const before = readingPlans.get(agent) ?? Promise.resolve();
+  const mine = before.catch(() => {}).then(() => readPlanPages(agent, until, most));
+  readingPlans.set(agent, mine);
+  return mine;
+}
+
+async function readPlanPages(agent, until, most) {
+  const one = thread(agent);
+  const first = () => state.messages.get(one.ids[0])?.deliveredAt;
+  const isBack = (time) => state.plans.get(agent)?.[0]?.at < time;
+  try {
+    for (let pages = 0; pages < most; pages += 1) {
+      const before = olderPlans.get(agent);
+      const time = until || first();
+      if (!time || !before || isBack(time)) return;
+      const page = await query('/runs', { agent, before, limit: 100 });
+      if (olderPlans.get(agent) !== before) continue; // a newer page does not follow the plans before it
+      olderPlans.set(agent, page.next);
+      joinPlans(agent, page.items);
+      touch(`plans:${agent}`);
+    }
+  } finally {
+    // Between loaded messages, or before the first message, there are plans that are not loaded.
+    one.morePlans = Boolean(olderPlans.get(agent)) && !(one.older && isBack(first()));
     touch(`plans:${agent}`);
   }
 }
 
+/** Loads some plans before the loaded ones. */
+export const loadOlderPlans = (agent) => readOlderPlans(agent, { until: BEFORE_ALL, most: PAGES_ASKED });
+
 /** Keeps the newest messages of a conversation, and the plans between them. The others are read again when they are needed. */
 export function shorten(agent, most) {
   const one = thread(agent);
-  if (!one.loaded || one.ids.length <= most) return;
+  if (!one.loaded || one.pinned || one.ids.length <= most) return;
   one.ids = one.ids.slice(-most);
   one.older = one.ids[0];
   const first = state.messages.get(one.older).deliveredAt;
@@ -374,6 +409,7 @@ export function shorten(agent, most) {
   const kept = plans.filter((plan, at) => plan.at >= first || at === plans.length - 1);
   if (kept.length < plans.length) olderPlans.set(agent, kept[0].position);
   state.plans.set(agent, kept);
+  one.morePlans = false;
   touch(`thread:${agent}`, `plans:${agent}`);
 }
 

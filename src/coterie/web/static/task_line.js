@@ -19,8 +19,10 @@ export function costWords({ cost, currency, unpricedRequests }) {
   return unpricedRequests > 0 ? t('atLeast', { cost: money(cost, currency) }) : money(cost, currency);
 }
 
-/** True if a scheduled message of the task is still to come: the server counts those of the next minute as its work. */
-const waitsForTime = ({ id }) => [...state.delayed.values()].some((one) => one.task === id);
+const isQueued = ({ id }) => [...state.queues.values()].flat().some((one) => state.messages.get(one)?.task === id);
+
+/** True if the task has only scheduled messages left. Those that are delayed by a minute or more have a task of their own. */
+const waitsForTime = (task) => !isQueued(task) && [...state.delayed.values()].some((one) => one.task === task.id);
 
 /** A task in a few words, without its cost if that is unknown. `since`: when the person wrote; otherwise its beginning. */
 export function taskWords(task, since = task.createdAt) {

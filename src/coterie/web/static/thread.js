@@ -6,7 +6,7 @@ import { dayKey, t } from './i18n.js';
 import { Feed } from './feed.js';
 import { asksAboutBudget, draftView, messageView, problemView, spokenView } from './message.js';
 import { agentPath } from './router.js';
-import { dropLocal, isSaid, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, saidIn, state, SYSTEM, takes, thread, threadOf } from './state.js';
+import { dropLocal, isSaid, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, saidIn, state, SYSTEM, takes, thread, threadOf, unshortened } from './state.js';
 import { dock } from './shell.js';
 import { mountComposer, putBack, retryLocal, sendText } from './composer.js';
 import { isQueued, isWaiting, waited } from './waiting.js';
@@ -123,6 +123,7 @@ function conversation(root, id, wanted) {
   const make = (item) => {
     if (item.kind === 'draft') return draftView(item, () => (feed.isSeen(item.key) ? SEEN_MS : UNSEEN_MS));
     if (item.kind === 'runs') return runs.runsView(item);
+    if (item.kind === 'earlier') return runs.earlierView(id);
     if (item.kind === 'withdrawn' || item.kind === 'said') return spokenView(item);
     if (item.kind === 'problem') return problemView(id);
     return messageView(item, acts);
@@ -146,7 +147,13 @@ function conversation(root, id, wanted) {
     }
     all.sort(byTime);
     const oldest = one.older ? all[0]?.at ?? '' : '';
-    return finish(groups(all, oldest), notice);
+    return withEarlier(finish(groups(all, oldest), notice));
+  }
+
+  /** Adds a button before the first plan, if earlier ones are not loaded. */
+  function withEarlier(all) {
+    const first = runs && one.morePlans ? all.findIndex((item) => item.kind === 'runs' || item.said?.state) : -1;
+    return first < 0 ? all : [...all.slice(0, first), { key: 'earlier', kind: 'earlier' }, ...all.slice(first)];
   }
 
   function hasProblem() {
@@ -228,7 +235,9 @@ function conversation(root, id, wanted) {
 
   // History
 
-  async function open() {
+  const open = () => unshortened(id, openWanted);
+
+  async function openWanted() {
     if (!one.loaded) fill(blank, bones()).hidden = false;
     try {
       if (!one.loaded || wanted) await loadThread(id);

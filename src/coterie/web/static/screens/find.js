@@ -3,7 +3,7 @@
 import { query } from '../api.js';
 import { button, h, icon, iconButton, setText, toComposer } from '../dom.js';
 import { t } from '../i18n.js';
-import { addressed, keep, loadAround, saidIn, threadOf } from '../state.js';
+import { addressed, keep, loadAround, saidIn, threadOf, unshortened } from '../state.js';
 import { region } from '../shell.js';
 import { openAgent, showMessage } from '../thread.js';
 import { styled } from './parts.js';
@@ -79,8 +79,10 @@ export function openFind(agent, words = '') {
     tell();
     const hit = hits[at];
     if (!hit) return;
-    await loadAround(agent, hit.id).catch(() => {});
-    if (hits[at] === hit && openAgent() === agent) showMessage(hit);
+    await unshortened(agent, async () => {
+      await loadAround(agent, hit.id).catch(() => {});
+      if (hits[at] === hit && openAgent() === agent) showMessage(hit);
+    });
     paint();
   }
 

@@ -75,6 +75,9 @@ async function reload(load) {
   }
 }
 
+/** True for a problem that is among those of the configuration. */
+const isListed = ({ place, code }) => state.configuration.problems.some((one) => one.place === place && one.code === code);
+
 /** What is wrong with coterie.toml, llmservices.json, keys and tools, until it is mended. */
 function wrongSettings() {
   const { applied, problems } = state.configuration;
@@ -110,7 +113,7 @@ function card(one, { edit, changed }) {
     !one.tour && h('p', { class: 'meta', dir: 'auto', text: `${one.model} · ${one.baseURL}` }),
     !one.tour && h('p', { class: 'meta', text: one.apiKey ? t('keyIs', { key: one.apiKey }) : t('keyNone') }),
     one.usedBy.length > 0 && h('p', { class: 'meta clamp', dir: 'auto', text: t('usedBy', { names: one.usedBy.map((id) => state.agents.get(id)?.name ?? id).join(t('comma')) }) }),
-    one.problems.map((problem) => h('p', { class: 'inline-error', dir: 'auto', text: settingProblem(problem) })),
+    one.problems.filter((problem) => !isListed(problem)).map((problem) => h('p', { class: 'inline-error', dir: 'auto', text: settingProblem(problem) })),
     outcome,
     h('p', { class: 'item-foot' }, test, !one.tour && button({ class: 'plain-btn', text: t('edit'), 'aria-label': t('editThis', { name: one.name }), onclick: () => edit(one) }), !one.tour && remove),
   );
