@@ -14,7 +14,7 @@ from bench.big import TALKER, fill
 
 from coterie.errors import Refused
 from coterie.store import Page
-from coterie.stores.sql import queries, task_queries
+from coterie.stores.sql import claims, queries, task_queries
 from coterie.stores.sql.text_index import read_batch, read_position
 from coterie.stores.sqlite import SqliteStore
 from coterie.stores.sqlite.connection import open_reader, open_writer
@@ -117,11 +117,11 @@ async def test_the_filled_society_keeps_every_invariant(societies: tuple[Path, P
 class Explained:
     """A PostgreSQL connection that keeps the plan of every statement."""
 
-    def __init__(self, db: Any) -> None:
-        self._db, self.plans = db, list[str]()
+    def __init__(self, db: Any, explain: str = "EXPLAIN") -> None:
+        self._db, self._explain, self.plans = db, explain, list[str]()
 
     def execute(self, sql: str, parameters: Any = ()) -> Any:
-        self.plans += [line for (line,) in self._db.execute(f"EXPLAIN {sql}", parameters).fetchall()]
+        self.plans += [line for (line,) in self._db.execute(f"{self._explain} {sql}", parameters).fetchall()]
         return self._db.execute(sql, parameters)
 
 
@@ -136,4 +136,17 @@ async def test_every_look_can_use_an_index_of_postgresql(shared: Postgres, tmp_p
                 look(explained)
             scans = [plan.strip() for plan in explained.plans if re.search(r"Seq Scan on (?!log|meta)", plan)]
             assert scans == [], name
+    await store.close()
+
+
+async def test_a_search_for_suspects_of_a_crash_reads_no_other_agents(
+    shared: Postgres, tmp_path: Path, clock: FakeClock
+) -> None:
+    store = await shared.open(tmp_path, clock)
+    with shared.behind(tmp_path) as db:
+        db.execute("SET enable_seqscan = off")
+        explained: Any = Explained(db, "EXPLAIN ANALYZE")
+        explained.execute(claims.LOCK_SUSPECT, {"now": 1 << 60})
+        scans = [plan for plan in explained.plans if "Seq Scan on agents" in plan]
+        assert scans and all("never executed" in plan for plan in scans)
     await store.close()

@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 # step are suspects: they run one at a time, and progress clears them. So a poison turn quarantines no other turn.
 _SUSPECT = f"state IN ('llm', 'tools') AND worker IS NOT NULL AND crash_step = step_no AND crashes = {MAX_CRASHES - 2}"
 _SUSPECT_RUNS = (
-    "state IN ('llm', 'tools') AND (runnable_at IS NULL OR runnable_at > :now)"
-    f" AND crash_step = step_no AND crashes = {MAX_CRASHES - 1}"
+    "other.state IN ('llm', 'tools') AND (other.runnable_at IS NULL OR other.runnable_at > :now)"
+    f" AND other.crash_step = other.step_no AND other.crashes = {MAX_CRASHES - 1}"
 )
 MAX_RETRY_WAIT_MS = 600_000
 """Longest wait that a service may ask for. Used for rows of an old version, which did not store the length."""
@@ -60,9 +60,10 @@ _LOCK_ADMITTED = f"""
 SELECT id, person FROM agents WHERE {_IS_CLAIMABLE} AND id IN (SELECT key FROM json_each(:ids))
  ORDER BY person DESC, runnable_at /*+ FOR UPDATE SKIP LOCKED */
 """
-_LOCK_SUSPECT = f"""
+# The last condition names `agents.id` so that PostgreSQL evaluates it, which reads all agents, only for a suspect.
+LOCK_SUSPECT = f"""
 SELECT id FROM agents WHERE runnable_at <= :now AND {_SUSPECT}
-   AND NOT EXISTS (SELECT 1 FROM agents WHERE {_SUSPECT_RUNS})
+   AND NOT EXISTS (SELECT 1 FROM agents AS other WHERE {_SUSPECT_RUNS} AND other.id <> agents.id)
  ORDER BY runnable_at LIMIT 1 /*+ FOR UPDATE SKIP LOCKED */
 """
 _LOCK_WAITING_TOO_LONG = f"SELECT id FROM agents WHERE {_WAITS_TOO_LONG} ORDER BY id /*+ FOR UPDATE SKIP LOCKED */"
@@ -111,7 +112,7 @@ def claim_agents(
         claimable = _lock_admitted(db, uow.now, ready_at, limit, others, admits)
     else:
         claimable = db.execute(_LOCK_CLAIMABLE, {"now": uow.now, "ready_at": ready_at, "limit": limit})
-    suspects = db.execute(_LOCK_SUSPECT, {"now": uow.now})
+    suspects = db.execute(LOCK_SUSPECT, {"now": uow.now})
     too_long = db.execute(_LOCK_WAITING_TOO_LONG, {"now": uow.now})
     # Results are read after all three queries were sent: PostgreSQL answers them in one round trip.
     agent_ids = _limit_agents(list(claimable), limit, others)
