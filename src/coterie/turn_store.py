@@ -274,8 +274,8 @@ class TurnStore(Protocol):
         """
         ...
 
-    async def reserve_tokens(self, claim: Claim, service: str, tokens: int, *, since: datetime, limit: int) -> bool:
-        """Reserve `tokens` for the request of `claim`; False if `limit` tokens were used since `since`.
+    async def reserve_tokens(self, claim: Claim, service: str, tokens: int, *, limit: int) -> bool:
+        """Reserve `tokens` for the request of `claim`; False if `limit` tokens were used today.
 
         The next step replaces the reservation by the real usage; a failure or a stop removes it. If the store ends the
         turn while a worker runs it, the reservation stays until the worker calls `add_refused_usage`: the request may
@@ -297,8 +297,8 @@ class TurnStore(Protocol):
         """
         ...
 
-    async def tokens_used_since(self, start: datetime) -> int:
-        """Return the tokens that all model answers used since `start`."""
+    async def tokens_used_today(self) -> int:
+        """Return the tokens that all model answers used since midnight UTC, by the clock that all processes share."""
         ...
 
 

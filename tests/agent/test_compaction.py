@@ -145,7 +145,7 @@ async def test_no_request_exceeds_a_known_context_window(tmp_path: Path) -> None
             for one, answer in zip(here.server.requests, answers, strict=True)
         )
         await here.state("ada", "idle")
-        assert await here.society.store.tokens_used_since(UNIX_EPOCH) == used
+        assert await here.society.store.tokens_used_today() == used
 
 
 async def test_a_store_that_fails_after_a_summary_does_not_bring_the_old_history_back(

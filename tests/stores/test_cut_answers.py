@@ -50,7 +50,7 @@ async def test_mail_that_joins_an_unsent_request_leaves_no_record_and_frees_its_
 ) -> None:
     await ask(store)
     claim = await claim_agent(store)
-    await store.reserve_tokens(claim, "main", 100, since=UNIX_EPOCH, limit=1_000)
+    await store.reserve_tokens(claim, "main", 100, limit=1_000)
     await ask(store, text="wait")
     claim = await advance(store, claim, Interrupted())
     assert (claim.action, claim.cuts) == (AskModel(), 1)

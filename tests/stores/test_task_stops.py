@@ -201,17 +201,17 @@ async def test_the_tokens_reserved_for_an_ended_turn_are_replaced_by_those_it_us
     if by == "stop of one of its tasks":
         await send(store, sender="bob")
     task = (await send(store, sender="cyd")).task
-    claimed, start, usage = await claim(store), clock.now(), TokenUsage(input_tokens=used)
-    assert await store.reserve_tokens(claimed, "main", 100, since=start, limit=1_000)
+    claimed, usage = await claim(store), TokenUsage(input_tokens=used)
+    assert await store.reserve_tokens(claimed, "main", 100, limit=1_000)
     if by == "its worker":
         await step(store, claimed, Stopped(usage=usage, service="main"))
     else:
         await (store.terminate("ada") if by == "termination" else store.stop_task(task))
-        assert await store.tokens_used_since(start) == 100  # the request may be paid for: the worker knows
+        assert await store.tokens_used_today() == 100  # the request may be paid for: the worker knows
         with pytest.raises(StaleClaim):
             await step(store, claimed, Stopped(usage=usage, service="main"))
         await store.add_refused_usage(claimed, "main", usage)
-    assert await store.tokens_used_since(start) == used
+    assert await store.tokens_used_today() == used
     assert (await task_of(store, task)).requests == bool(used)
 
 

@@ -17,7 +17,6 @@ from coterie.store import Limits, Page
 from coterie.stores.sql import task_queries
 from coterie.tasks import MessageNode, TurnNode
 from coterie.testing import FakeClock
-from coterie.testing.clock import START
 from coterie.turn import AskModel, CallEnded, Interrupted, ModelFailed, Stopped
 from tests.conftest import PEOPLE
 from tests.engines import Engine
@@ -415,7 +414,7 @@ async def test_a_request_that_was_cut_off_or_refused_is_counted_too(store: Socie
 async def test_reserved_tokens_count_for_no_task_until_they_are_used(store: Society) -> None:
     task = (await send(store)).task
     claimed = await claim(store)
-    assert await store.reserve_tokens(claimed, "main", 500, since=START, limit=1_000)
+    assert await store.reserve_tokens(claimed, "main", 500, limit=1_000)
     assert ((await task_of(store, task)).requests, (await task_of(store, task)).input_tokens) == (0, 0)
     await step(store, claimed, said(tokens=12))
     assert ((await task_of(store, task)).requests, (await task_of(store, task)).input_tokens) == (1, 12)

@@ -149,8 +149,7 @@ async def test_a_person_can_unblock_an_agent_whose_mailbox_is_full(store: Societ
     assert (await history_lines(store))[-2:] == ["user: mended", "assistant: I am back"]
 
 
-async def test_the_usage_of_every_summary_of_a_step_counts(store: Society, clock: FakeClock) -> None:
-    start = clock.now()
+async def test_the_usage_of_every_summary_of_a_step_counts(store: Society) -> None:
     for text in ("one", "two", "three"):
         await ask(store, text=text)
         claim = await claim_agent(store)
@@ -164,29 +163,39 @@ async def test_the_usage_of_every_summary_of_a_step_counts(store: Society, clock
     await advance(
         store, claim, ModelAnswered(text="so", usage=TokenUsage(input_tokens=5, output_tokens=1), service="main")
     )
-    assert await store.tokens_used_since(start) == 226
+    assert await store.tokens_used_today() == 226
     assert (await store.history_view("ada")).summary == "a digest, made without a model"
 
 
-async def test_the_usage_of_requests_during_a_tool_call_counts(store: Society, clock: FakeClock) -> None:
-    start = clock.now()
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)  # PostgreSQL has a clock of its own
+async def test_the_tokens_of_yesterday_do_not_count_today(store: Society, clock: FakeClock) -> None:
+    await ask(store)
+    claim = await claim_agent(store)
+    assert await store.reserve_tokens(claim, "main", 100, limit=50)
+    assert await store.tokens_used_today() == 100
+    await clock.advance(hours=24)
+    assert await store.tokens_used_today() == 0
+    assert await store.reserve_tokens(claim, "main", 100, limit=50)
+    assert await store.tokens_used_today() == 100
+
+
+async def test_the_usage_of_requests_during_a_tool_call_counts(store: Society) -> None:
     await ask(store)
     stale = await claim_agent(store)
     claim = await advance(store, stale, says("", call()))
     for tokens in (100, 10):
         await store.add_usage(claim, "other", TokenUsage(input_tokens=tokens, output_tokens=1))
     await store.add_usage(stale, "other", TokenUsage(input_tokens=1000))  # it was made, so it is paid for
-    assert await store.tokens_used_since(start) == 1112
+    assert await store.tokens_used_today() == 1112
 
 
-async def test_a_summary_with_a_stale_claim_is_rejected(store: Society, clock: FakeClock) -> None:
-    start = clock.now()
+async def test_a_summary_with_a_stale_claim_is_rejected(store: Society) -> None:
     await ask(store)
     stale = await claim_agent(store)
     await advance(store, stale, says("", call()))
     with pytest.raises(StaleClaim):
         await store.summarise(stale, 1, "x", Completion(text="x", usage=TokenUsage(input_tokens=7)))
-    assert ((await store.history_view("ada")).summary, await store.tokens_used_since(start)) == ("", 0)
+    assert ((await store.history_view("ada")).summary, await store.tokens_used_today()) == ("", 0)
 
 
 async def test_a_turn_at_the_round_limit_ends_with_a_message_to_the_asker(store: Society) -> None:
@@ -301,27 +310,26 @@ async def test_a_paused_agent_is_not_claimed_between_two_steps(
 async def test_reserved_tokens_count_until_an_answer_replaces_them_or_a_failure_releases_them(
     store: Society, clock: FakeClock
 ) -> None:
-    start = clock.now()
     await ask(store)
     claim = await claim_agent(store)
-    assert await store.reserve_tokens(claim, "main", 100, since=start, limit=50)
-    assert await store.reserve_tokens(claim, "main", 100, since=start, limit=50)  # a repeated reservation counts once
-    assert await store.tokens_used_since(start) == 100
+    assert await store.reserve_tokens(claim, "main", 100, limit=50)
+    assert await store.reserve_tokens(claim, "main", 100, limit=50)  # a repeated reservation counts once
+    assert await store.tokens_used_today() == 100
 
     await advance(store, claim, ModelFailed(message="no", recovery="retry", delay=timedelta(0)))
-    assert await store.tokens_used_since(start) == 0
+    assert await store.tokens_used_today() == 0
 
     claim = await claim_agent(store)
-    assert await store.reserve_tokens(claim, "main", 100, since=start, limit=50)
+    assert await store.reserve_tokens(claim, "main", 100, limit=50)
     await advance(
         store, claim, ModelAnswered(text="done", usage=TokenUsage(input_tokens=40, output_tokens=20), service="main")
     )
-    assert await store.tokens_used_since(start) == 60
+    assert await store.tokens_used_today() == 60
 
     await ask(store, text="more")
     claim = await claim_agent(store)
-    assert not await store.reserve_tokens(claim, "main", 1, since=start, limit=60)
-    assert await store.tokens_used_since(start) == 60
+    assert not await store.reserve_tokens(claim, "main", 1, limit=60)
+    assert await store.tokens_used_today() == 60
 
 
 async def test_a_released_turn_is_claimable_at_once_and_is_no_crash(store: Society) -> None:

@@ -551,8 +551,7 @@ class LlmHandler:
         limit = self._tokens_per_day  # it may have been switched off while the store was unavailable
         if not limit or self._models.entry(service).is_remote_agent:
             return
-        today = self._clock.now().replace(hour=0, minute=0, second=0, microsecond=0)
-        if not await self._store.reserve_tokens(claim, service, tokens, since=today, limit=limit):
+        if not await self._store.reserve_tokens(claim, service, tokens, limit=limit):
             problem = f"today's limit of {limit:,} tokens is spent (limits.tokens_per_day)"
             raise PermanentError(problem, category="daily_limit")
 

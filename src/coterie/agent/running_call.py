@@ -104,11 +104,9 @@ class RunningCalls:
         """Ask the agent's model. Raises `ServiceError`, `UnknownService` or `SocietyPaused`."""
         profile, service = self._directory.profile(claim.agent_id), self._directory.service_of(claim.agent_id)
         request = ModelRequest(messages=request.messages, sampling=profile.sampling.override_with(request.sampling))
-        if tokens_per_day:
-            today = self._clock.now().replace(hour=0, minute=0, second=0, microsecond=0)
-            if await self._store.tokens_used_since(today) >= tokens_per_day:
-                limit = f"{tokens_per_day:,} tokens"
-                raise PermanentError(f"today's limit of {limit} is spent (limits.tokens_per_day)", category="quota")
+        if tokens_per_day and await self._store.tokens_used_today() >= tokens_per_day:
+            limit = f"{tokens_per_day:,} tokens"
+            raise PermanentError(f"today's limit of {limit} is spent (limits.tokens_per_day)", category="quota")
         received = list[str]()
         answer: Completion | None = None
         sent: SentRequest | None = None

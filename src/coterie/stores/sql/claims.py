@@ -16,7 +16,7 @@ from coterie.failpoints import FailpointHit, hit
 from coterie.llm.service import Completion, TokenUsage
 from coterie.messages import Envelope
 from coterie.stores.sql.quarantine import UnclaimableAgent
-from coterie.stores.sql.queries import count_tokens_since
+from coterie.stores.sql.queries import count_tokens_of_day
 from coterie.stores.sql.rows import Connection, json_keys
 from coterie.stores.sql.turn_rows import release_reserved_tokens
 from coterie.stores.sql.turn_transaction import MAX_CRASHES, TurnTransaction
@@ -277,13 +277,11 @@ def add_refused_usage(db: Connection, uow: UnitOfWork, claim: Claim, service: st
         add_usage(db, uow, claim, service, usage)
 
 
-def reserve_tokens(
-    db: Connection, uow: UnitOfWork, claim: Claim, service: str, tokens: int, since: int, limit: int
-) -> bool:
+def reserve_tokens(db: Connection, uow: UnitOfWork, claim: Claim, service: str, tokens: int, limit: int) -> bool:
     turn = TurnTransaction(db, uow, claim.agent_id, Rules())
     turn.check_fence(claim)
     release_reserved_tokens(db, claim.agent_id, claim.turn_no, claim.step_no)
-    if count_tokens_since(db, since) >= limit:
+    if count_tokens_of_day(db, uow.now) >= limit:
         return False
     turn.record_usage(service, TokenUsage(input_tokens=tokens, estimated=True), "used", is_reserved=True)
     return True

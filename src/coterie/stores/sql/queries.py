@@ -573,7 +573,9 @@ def read_history_view(db: Connection, agent_id: str, claim: Claim | None = None)
     return HistoryView(text, read_history(db, agent_id, upto), version)
 
 
-def count_tokens_since(db: Connection, start: int) -> int:
+def count_tokens_of_day(db: Connection, now: int) -> int:
+    """Return the tokens that were used since midnight UTC."""
+    start = now - now % 86_400_000
     (tokens,) = db.execute(
         "SELECT coalesce(sum(input_tokens + output_tokens), 0) FROM llm_calls WHERE at >= :start", {"start": start}
     ).fetchone()

@@ -422,7 +422,7 @@ class SqlStore(SqlOverview):
 
     async def release_claims(self, worker: str, *, only: Collection[ClaimKey] | None = None, failed: bool) -> None:
         release = partial(claims.release_claims, worker=worker, only=only, failed=failed)
-        await self._transact(release, durable=False)
+        await self._transact(release)
 
     async def advance(self, claim: Claim, event: TurnEvent, rules: Rules, *, sends: Envelope | None = None) -> Claim:
         touches = [claim.agent_id, sends.to] if sends else [claim.agent_id]
@@ -451,9 +451,9 @@ class SqlStore(SqlOverview):
             lambda db, uow: claims.summarise(db, uow, claim, upto, text, answer), touches=[claim.agent_id]
         )
 
-    async def reserve_tokens(self, claim: Claim, service: str, tokens: int, *, since: datetime, limit: int) -> bool:
+    async def reserve_tokens(self, claim: Claim, service: str, tokens: int, *, limit: int) -> bool:
         return await self._transact(
-            lambda db, uow: claims.reserve_tokens(db, uow, claim, service, tokens, to_ms(since), limit),
+            lambda db, uow: claims.reserve_tokens(db, uow, claim, service, tokens, limit),
             touches=[claim.agent_id],
             durable=False,
         )
@@ -470,8 +470,9 @@ class SqlStore(SqlOverview):
             durable=False,
         )
 
-    async def tokens_used_since(self, start: datetime) -> int:
-        return await self._read(lambda db: queries.count_tokens_since(db, to_ms(start)))
+    async def tokens_used_today(self) -> int:
+        now = await self._now_ms()
+        return await self._read(lambda db: queries.count_tokens_of_day(db, now))
 
     async def _transact_or_quarantine(
         self,
