@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,51 @@ def test_any_way_to_write_agents_can_be_edited(text: str) -> None:
 def test_agents_in_one_inline_table_are_refused_with_a_remedy() -> None:
     with pytest.raises(ConfigError, match=r"give each a table \[agents.name\]"):
         edit_agents('agents = {ada = {name = "Ada"}}\n', {"ada": {"name": "Ada"}, "bob": {"name": "Bob"}})
+
+
+def test_a_removed_agent_takes_only_its_own_lines_with_it() -> None:
+    tables = tomllib.loads(OWNED)["agents"]
+    edited = edit_agents(OWNED, {"bob": tables["bob"]})
+    own = OWNED[OWNED.index("[agents.ada]") : OWNED.index("# Bob is lazy.")]
+    assert edited == OWNED.replace(own, "")
+    assert "# Bob is lazy." in edit_agents(edited, tables)
+    # Comments of its neighbours stay when both are removed, and those before an agent's own table are its own.
+    nested = OWNED.replace("temperature = 0.3\n", "[agents.ada.extra_body]\nseed = 7\n")
+    assert "# Bob is lazy." in edit_agents(nested, {"zoe": {"name": "Zoe"}})
+
+
+def test_the_commented_rest_of_the_template_stays_behind_the_agents() -> None:
+    template = (files("coterie") / "templates" / "coterie.toml").read_text(encoding="utf-8")
+    text = template.replace("# [agents.ada]\n# name", "[agents.ada]\nname")
+    added = edit_agents(text, {"ada": {"name": "Ada", "role": "Counter"}})
+    assert added == text.replace('name = "Ada"\n', 'name = "Ada"\nrole = "Counter"\n')
+    removed = edit_agents(text, {"bob": {"name": "Bob"}})
+    assert removed.startswith(text.replace('[agents.ada]\nname = "Ada"\n', "").rstrip())
+    assert removed.endswith('[agents.bob]\nname = "Bob"\n')
+
+
+def test_a_new_key_stands_below_the_last_key_and_above_comments() -> None:
+    text = '[agents.ada]\n\n# Later.\n[agents.bob]\nname = "Bob"\n\n# The end.\n'
+    tables = {"ada": {"role": "Counter"}, "bob": {"name": "Bob", "role": "Helper"}}
+    edited = edit_agents(text, tables)
+    assert edited == (
+        '[agents.ada]\nrole = "Counter"\n\n# Later.\n[agents.bob]\nname = "Bob"\nrole = "Helper"\n\n# The end.\n'
+    )
+
+
+async def test_a_retirement_and_its_undo_keep_comments_and_line_ends(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents="") as here:
+        file = tmp_path / "coterie.toml"
+        text = OWNED.split("[mcp")[0].replace("\n", "\r\n").encode()
+        file.write_bytes(text)
+        await here.society.definitions.change("bob", {"role": "Sleeper"})
+        assert file.read_bytes() == text.replace(b'parent = "ada"', b'parent = "ada"\r\nrole = "Sleeper"')
+        await here.society.definitions.retire("ada")
+        (retired, _) = await here.society.definitions.changes()
+        await here.society.definitions.undo(retired.id)
+        after = file.read_bytes()
+        assert b"# Bob is lazy.\r\n[agents.bob]" in after and b"# enough for me" in after
+        assert after.count(b"\n") == after.count(b"\r\n")
 
 
 async def test_a_new_agent_answers_at_once_and_after_a_restart(tmp_path: Path) -> None:

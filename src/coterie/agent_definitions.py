@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
-from tomlkit.items import Item
+from tomlkit.items import AoT, Comment, Item, Key, Table
 
 from coterie.clock import Clock
 from coterie.config import ASSISTANT, CONFIG_FILE, Config, SocietyFolder, check_id, read_config
@@ -113,7 +113,7 @@ class AgentsFile:
 
     def _text(self) -> str:
         try:
-            return self._file.read_text(encoding="utf-8")
+            return self._file.read_bytes().decode()  # with its line ends
         except FileNotFoundError:
             return ""
 
@@ -222,6 +222,8 @@ def _tables(text: str) -> dict[str, Fields]:
 
 def edit_agents(text: str, tables: Mapping[str, Fields]) -> str:
     """The text of a coterie.toml with these agents and no others; comments and everything else stay as they are."""
+    if has_crlf(text):
+        return edit_agents(text.replace("\r\n", "\n"), tables).replace("\n", "\r\n")
     present = tomllib.loads(text).get("agents") or {}
     try:
         changed = _edit_present(text, present, tables) if present else text
@@ -236,8 +238,16 @@ def edit_agents(text: str, tables: Mapping[str, Fields]) -> str:
     raise ConfigError([Problem(CONFIG_FILE, ProblemText("agents_not_editable"), fatal=True)])
 
 
+def has_crlf(text: str) -> bool:
+    """True if every line of the text ends with CR LF."""
+    return 0 < text.count("\n") == text.count("\r\n")
+
+
 def _edit_present(text: str, present: Mapping[str, Fields], tables: Mapping[str, Fields]) -> str:
-    document = tomlkit.parse(text)
+    name = "rest"
+    while name in text or name in str(tables):
+        name += "-"
+    document = _parse_with_separators(text, name)
     agents: Any = document["agents"]
     for agent_id, before in present.items():
         if agent_id not in tables:
@@ -249,7 +259,37 @@ def _edit_present(text: str, present: Mapping[str, Fields], tables: Mapping[str,
         for key, value in fields.items():
             if key not in before or before[key] != value:
                 entry[key] = toml_value(value)
-    return tomlkit.dumps(document)
+    return re.sub(rf"\[agents\.{name}\d+\]\n", "", tomlkit.dumps(document))
+
+
+def _parse_with_separators(text: str, name: str) -> tomlkit.TOMLDocument:
+    """The parsed text. Comments after the last key of an agent are in a table `agents.<name><number>` of their own.
+
+    tomlkit takes them for a part of the agent: it would delete them with the agent, and add new keys below them.
+    """
+    document, count = tomlkit.parse(text), 0
+    for key, item in document.body:
+        if key is None or key.key != "agents" or not isinstance(item, Table):
+            continue
+        for _, agent in item.value.body:
+            body = _last_body(agent)
+            keys = [index for index, (one, _) in enumerate(body) if one is not None]
+            after_keys = range(keys[-1] + 1 if keys else 0, len(body))
+            first = next((index for index in after_keys if isinstance(body[index][1], Comment)), None)
+            if first is not None:
+                body.insert(first, (None, tomlkit.ws(f"[agents.{name}{count}]\n")))
+                count += 1
+    return tomlkit.parse(tomlkit.dumps(document))
+
+
+def _last_body(item: Item) -> list[tuple[Key | None, Item]]:
+    """The content of the last table inside `item`, which is where comments after it are."""
+    if isinstance(item, AoT):
+        return _last_body(item.body[-1])
+    if not isinstance(item, Table):
+        return []
+    keyed = [value for key, value in item.value.body if key is not None]
+    return _last_body(keyed[-1]) if keyed and isinstance(keyed[-1], (AoT, Table)) else item.value.body
 
 
 def toml_value(value: Any) -> Item:
