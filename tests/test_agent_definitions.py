@@ -233,3 +233,52 @@ async def test_a_prompt_in_a_file_of_its_own_stays_there(tmp_path: Path) -> None
         seen = (await definitions.read()).version
         (tmp_path / "ada.md").write_text("By hand.\n")
         assert (await definitions.read()).version != seen
+
+
+@pytest.mark.parametrize("by_hand", [b"By hand.\r\n", b"Gr\xfc\xdfe.\n"])
+async def test_an_undo_of_a_retirement_keeps_a_prompt_file_that_changed(tmp_path: Path, by_hand: bytes) -> None:
+    file = tmp_path / "ada.md"
+    file.write_bytes(b"You count.\n")
+    async with stage(tmp_path, agents='[agents.ada]\nprompt_file = "ada.md"\n[agents.bob]\n') as here:
+        definitions = here.society.definitions
+        await definitions.retire("ada")
+        file.write_bytes(by_hand)
+        await definitions.undo((await definitions.changes())[0].id)
+        assert file.read_bytes() == by_hand
+        assert here.society.agents.profile("ada").prompt == by_hand.decode(errors="replace").replace("\r\n", "\n")
+        # The history has the agent as it came back, so this undo can be undone, too.
+        await definitions.undo((await definitions.changes())[0].id)
+        assert list((await definitions.read()).agents) == ["bob"] and file.read_bytes() == by_hand
+
+
+async def test_an_undo_of_a_retirement_keeps_a_shared_prompt_file(tmp_path: Path) -> None:
+    file = tmp_path / "team.md"
+    file.write_bytes(b"You count.\n")
+    agents = '[agents.ada]\nprompt_file = "team.md"\n[agents.bob]\nprompt_file = "team.md"\n'
+    async with stage(tmp_path, agents=agents) as here:
+        definitions = here.society.definitions
+        await definitions.retire("ada")
+        (retired,) = await definitions.changes()
+        await definitions.change("bob", {"prompt": "You multiply.\n"})
+        await definitions.undo(retired.id)
+        assert file.read_bytes() == b"You multiply.\n"
+        assert {one["prompt"] for one in (await definitions.read()).agents.values()} == {"You multiply.\n"}
+
+
+async def test_a_retired_agent_whose_prompt_file_was_deleted_comes_back_with_its_prompt(tmp_path: Path) -> None:
+    (tmp_path / "ada.md").write_bytes(b"You count.\n")
+    async with stage(tmp_path, agents='[agents.ada]\nprompt_file = "ada.md"\n[agents.bob]\n') as here:
+        definitions = here.society.definitions
+        await definitions.retire("ada")
+        (tmp_path / "ada.md").unlink()
+        await definitions.undo((await definitions.changes())[0].id)
+        assert here.society.agents.profile("ada").prompt == "You count.\n"
+        await definitions.undo((await definitions.changes())[0].id)
+        assert list((await definitions.read()).agents) == ["bob"]
+
+
+async def test_a_changed_prompt_file_keeps_its_line_ends(tmp_path: Path) -> None:
+    (tmp_path / "ada.md").write_bytes(b"You count.\r\nSlowly.\r\n")
+    async with stage(tmp_path, agents='[agents.ada]\nprompt_file = "ada.md"\n') as here:
+        await here.society.definitions.change("ada", {"prompt": "You count.\nFast.\n"})
+        assert (tmp_path / "ada.md").read_bytes() == b"You count.\r\nFast.\r\n"

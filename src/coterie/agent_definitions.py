@@ -71,8 +71,10 @@ class DefinitionStore(Protocol):
         """`ConfigError`: they cannot be read."""
         ...
 
-    async def replace(self, agents: Mapping[str, Fields | None], version: str) -> None:
-        """Replace these definitions, all or none; None removes one.
+    async def replace(self, agents: Mapping[str, Fields | None], version: str) -> Mapping[str, Fields | None]:
+        """Replace these definitions, all or none; None removes one. Returns them as they are now.
+
+        A prompt file of an agent that had no definition is kept: its text replaces the prompt.
 
         `Refused`: `definitions_changed` if `version` is not the current one, `agent_invalid`. `ConfigError`: a file of
         the owner cannot be read.
@@ -92,9 +94,9 @@ class AgentsFile:
     async def read(self) -> DefinitionSet:
         return await asyncio.to_thread(self._read)
 
-    async def replace(self, agents: Mapping[str, Fields | None], version: str) -> None:
+    async def replace(self, agents: Mapping[str, Fields | None], version: str) -> Mapping[str, Fields | None]:
         try:
-            await asyncio.to_thread(self._replace, agents, version)
+            return await asyncio.to_thread(self._replace, agents, version)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "free some space" if full else "let the society's owner write to its folder"
@@ -123,14 +125,14 @@ class AgentsFile:
         for agent_id, fields in tables.items():
             file = self._prompt_file(fields)
             if file and file.is_file():
-                agents[agent_id] = {**fields, "prompt": file.read_text(encoding="utf-8", errors="replace")}
+                agents[agent_id] = {**fields, "prompt": _read_prompt(file)}
         return agents
 
     def _prompt_file(self, fields: Fields) -> Path | None:
         name = fields.get("prompt_file")
         return self._folder / name if isinstance(name, str) and name else None
 
-    def _replace(self, agents: Mapping[str, Fields | None], version: str) -> None:
+    def _replace(self, agents: Mapping[str, Fields | None], version: str) -> Mapping[str, Fields | None]:
         current = self._read()
         if version != current.version:
             raise Refused(
@@ -140,25 +142,34 @@ class AgentsFile:
         _require_one_left(current, agents)
         ServiceRegistry.load(self._folder)  # raises what would keep the change from becoming effective
         text = self._text()
-        tables, prompts = _tables(text), dict[Path, str]()
+        tables, prompts = _tables(text), dict[Path, bytes]()
+        written: dict[str, Fields | None] = {}
         for agent_id, fields in agents.items():
             if fields is None:
                 tables.pop(agent_id, None)
+                written[agent_id] = None
                 continue
             table = dict(fields)
             file = self._prompt_file(table)
             if file and file.is_file():
-                prompt = str(table.pop("prompt", ""))
-                if prompt != str(current.agents.get(agent_id, {}).get("prompt", "")):
-                    prompts[file] = prompt
+                prompt = str(table.pop("prompt", "")).replace("\r\n", "\n")
+                present = _read_prompt(file)
+                if agent_id not in current.agents:
+                    prompt = present  # changed by hand or for another agent while this one was retired
+                elif prompt != present:
+                    crlf = has_crlf(file.read_bytes().decode(errors="replace"))
+                    prompts[file] = (prompt.replace("\n", "\r\n") if crlf else prompt).encode()
+                written[agent_id] = table | {"prompt": prompt}
             else:
                 table.pop("prompt_file", None)  # the file was deleted: the prompt itself is kept
+                written[agent_id] = table
             tables[agent_id] = table
         changed = edit_agents(text, tables)
         self._check(changed, [agent_id for agent_id, fields in agents.items() if fields is not None])
-        for file, prompt in prompts.items():
-            replace_file(file, prompt.encode())
+        for file, data in prompts.items():
+            replace_file(file, data)
         replace_file(self._file, changed.encode())
+        return written
 
     def _check(self, text: str, agents: Sequence[str]) -> Config:
         """The configuration that the text would give; `Refused` if one of these agents has a problem."""
@@ -180,7 +191,7 @@ class AgentsInDatabase:
         version, document = await self._configuration.read()
         return DefinitionSet(document.get("agents") or _ONLY_ASSISTANT, version)
 
-    async def replace(self, agents: Mapping[str, Fields | None], version: str) -> None:
+    async def replace(self, agents: Mapping[str, Fields | None], version: str) -> Mapping[str, Fields | None]:
         def change(document: Document) -> None:
             known: Mapping[str, Fields] = document.get("agents") or _ONLY_ASSISTANT
             _require_one_left(DefinitionSet(known, version), agents)
@@ -196,6 +207,7 @@ class AgentsInDatabase:
             if error.code == "config_changed":
                 raise Refused("definitions_changed", error.message) from error
             raise
+        return agents
 
 
 def _require_one_left(current: DefinitionSet, agents: Mapping[str, Fields | None]) -> None:
@@ -213,6 +225,10 @@ def _invalid(problems: Sequence[Problem]) -> Refused:
     """`agent_invalid` with the problems, whose places are without the file."""
     places = [problem.to_dict(problem.location.removeprefix(f"{CONFIG_FILE}: agents.")) for problem in problems]
     return Refused("agent_invalid", "; ".join(f"{one['place']}: {one['message']}" for one in places), problems=places)
+
+
+def _read_prompt(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
 
 
 def _tables(text: str) -> dict[str, Fields]:
@@ -461,13 +477,13 @@ class AgentDefinitions:
                 "definitions_changed",
                 "the agents were changed meanwhile, nothing was written: look at them as they are now, then try again",
             )
-        await self._store.replace(after, current.version)
+        written = await self._store.replace(after, current.version)
         change = AgentChange(
             id=new_id(),
             at=self._clock.now(),
             kind=kind,
             before={agent_id: _plain(current.agents.get(agent_id)) for agent_id in after},
-            after={agent_id: _plain(fields) for agent_id, fields in after.items()},
+            after={agent_id: _plain(fields) for agent_id, fields in written.items()},
             undoes=undoes,
         )
         try:
