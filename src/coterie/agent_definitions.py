@@ -120,9 +120,9 @@ class AgentsFile:
             return ""
 
     def _with_prompts(self, tables: Mapping[str, Fields]) -> dict[str, Fields]:
-        """The tables with the texts of their prompt files."""
-        agents = dict(tables)
-        for agent_id, fields in tables.items():
+        """The tables with the texts of their prompt files, without values that are no tables."""
+        agents: dict[str, Fields] = {name: fields for name, fields in tables.items() if isinstance(fields, dict)}
+        for agent_id, fields in agents.items():
             file = self._prompt_file(fields)
             if file and file.is_file():
                 agents[agent_id] = {**fields, "prompt": _read_prompt(file)}
@@ -249,7 +249,7 @@ def edit_agents(text: str, tables: Mapping[str, Fields]) -> str:
                 changed = "\n".join([changed.rstrip(), "", f"[agents.{agent_id}]", *lines, ""]).lstrip()
         if tomllib.loads(changed) == tomllib.loads(text) | {"agents": dict(tables)}:
             return changed
-    except (TOMLKitError, ValueError, KeyError, TypeError) as error:
+    except (TOMLKitError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.debug("editing %s failed: %s", CONFIG_FILE, error)
     raise ConfigError([Problem(CONFIG_FILE, ProblemText("agents_not_editable"), fatal=True)])
 
@@ -269,6 +269,8 @@ def _edit_present(text: str, present: Mapping[str, Fields], tables: Mapping[str,
         if agent_id not in tables:
             del agents[agent_id]
             continue
+        if before == tables[agent_id]:
+            continue  # it may be no table
         entry, fields = agents[agent_id], tables[agent_id]
         for key in before.keys() - fields.keys():
             del entry[key]
