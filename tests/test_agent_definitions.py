@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from coterie.agent_definitions import NewAgent, edit_agents
 from coterie.config import read_config
-from coterie.errors import ConfigError, Refused
+from coterie.errors import ConfigError, Refused, StoreUnavailable
 from coterie.testing import Calls, Says
 from tests.agent.stage import Bell, stage
 
@@ -282,3 +283,34 @@ async def test_a_changed_prompt_file_keeps_its_line_ends(tmp_path: Path) -> None
     async with stage(tmp_path, agents='[agents.ada]\nprompt_file = "ada.md"\n') as here:
         await here.society.definitions.change("ada", {"prompt": "You count.\nFast.\n"})
         assert (tmp_path / "ada.md").read_bytes() == b"You count.\r\nFast.\r\n"
+
+
+async def test_a_failed_write_of_the_configuration_restores_the_prompt_file(tmp_path: Path) -> None:
+    (tmp_path / "ada.md").write_bytes(b"You count.\r\n")
+    async with stage(tmp_path, agents='[agents.ada]\nprompt_file = "ada.md"\n') as here:
+        # The name of the file is as long as possible, so there is no temporary file beside it.
+        (tmp_path / "coterie.toml").rename(tmp_path / ("c" * 250))
+        (tmp_path / "coterie.toml").symlink_to(tmp_path / ("c" * 250))
+        before = (tmp_path / "coterie.toml").read_bytes()
+        with pytest.raises(StoreUnavailable, match="nothing was changed"):
+            await here.society.definitions.change("ada", {"prompt": "You multiply.", "role": "Counter"})
+        assert (tmp_path / "ada.md").read_bytes() == b"You count.\r\n"
+        assert (tmp_path / "coterie.toml").read_bytes() == before
+        assert await here.society.definitions.changes() == []
+
+
+async def test_a_failed_write_names_the_files_that_could_not_be_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ada.md").write_bytes(b"You count.\n")
+    async with stage(tmp_path, agents='[agents.ada]\nprompt_file = "ada.md"\n') as here:
+
+        def replace_once(path: Path, data: bytes) -> None:
+            if path.read_bytes() != b"You count.\n":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            path.write_bytes(data)
+
+        monkeypatch.setattr("coterie.agent_definitions.replace_file", replace_once)
+        with pytest.raises(StoreUnavailable, match=r"only ada\.md changed \(No space left on device\)"):
+            await here.society.definitions.change("ada", {"prompt": "You multiply.\n", "role": "Counter"})
+        assert (tmp_path / "ada.md").read_bytes() == b"You multiply.\n"

@@ -100,7 +100,8 @@ class AgentsFile:
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "free some space" if full else "let the society's owner write to its folder"
-            message = f"nothing was changed ({error.strerror}): {remedy}, then try again"
+            changed = f"only {error.changed} changed" if isinstance(error, _PartlyWritten) else "nothing was changed"
+            message = f"{changed} ({error.strerror}): {remedy}, then try again"
             raise StoreUnavailable(message, full=full) from error
 
     def _read(self) -> DefinitionSet:
@@ -142,7 +143,7 @@ class AgentsFile:
         _require_one_left(current, agents)
         ServiceRegistry.load(self._folder)  # raises what would keep the change from becoming effective
         text = self._text()
-        tables, prompts = _tables(text), dict[Path, bytes]()
+        tables, changed_files = _tables(text), dict[Path, bytes]()
         written: dict[str, Fields | None] = {}
         for agent_id, fields in agents.items():
             if fields is None:
@@ -158,7 +159,7 @@ class AgentsFile:
                     prompt = present  # changed by hand or for another agent while this one was retired
                 elif prompt != present:
                     crlf = has_crlf(file.read_bytes().decode(errors="replace"))
-                    prompts[file] = (prompt.replace("\n", "\r\n") if crlf else prompt).encode()
+                    changed_files[file] = (prompt.replace("\n", "\r\n") if crlf else prompt).encode()
                 written[agent_id] = table | {"prompt": prompt}
             else:
                 table.pop("prompt_file", None)  # the file was deleted: the prompt itself is kept
@@ -166,9 +167,9 @@ class AgentsFile:
             tables[agent_id] = table
         changed = edit_agents(text, tables)
         self._check(changed, [agent_id for agent_id, fields in agents.items() if fields is not None])
-        for file, data in prompts.items():
-            replace_file(file, data)
-        replace_file(self._file, changed.encode())
+        if changed != text:
+            changed_files[self._file] = changed.encode()
+        _replace_files(changed_files)
         return written
 
     def _check(self, text: str, agents: Sequence[str]) -> Config:
@@ -225,6 +226,39 @@ def _invalid(problems: Sequence[Problem]) -> Refused:
     """`agent_invalid` with the problems, whose places are without the file."""
     places = [problem.to_dict(problem.location.removeprefix(f"{CONFIG_FILE}: agents.")) for problem in problems]
     return Refused("agent_invalid", "; ".join(f"{one['place']}: {one['message']}" for one in places), problems=places)
+
+
+class _PartlyWritten(OSError):
+    def __init__(self, changed: str, error: OSError) -> None:
+        self.changed = changed
+        super().__init__(error.errno, error.strerror)
+
+
+def _replace_files(changed: Mapping[Path, bytes]) -> None:
+    """Replace these files, all or none. `_PartlyWritten` if a write failed and the others could not be restored."""
+    before: dict[Path, bytes | None] = {}
+    try:
+        for file, data in changed.items():
+            before[file] = file.read_bytes() if file.exists() else None
+            replace_file(file, data)
+    except OSError as error:
+        left = [file.name for file, data in before.items() if not _is_restored(file, data)]
+        if left:
+            raise _PartlyWritten(" and ".join(left), error) from error
+        raise
+
+
+def _is_restored(file: Path, data: bytes | None) -> bool:
+    """Write the file's earlier content, None if it did not exist; True if it has it now."""
+    try:
+        if data is None:
+            file.unlink(missing_ok=True)
+        elif file.read_bytes() != data:
+            replace_file(file, data)
+    except OSError as error:
+        log.warning("%s could not be restored: %s", file, error.strerror)
+        return False
+    return True
 
 
 def _read_prompt(file: Path) -> str:
