@@ -164,6 +164,27 @@ async def test_each_change_can_be_undone_and_the_undo_too(tmp_path: Path) -> Non
         assert refused.value.code == "unknown_change"
 
 
+async def test_agents_below_one_whose_creation_is_undone_move_up(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents=OWNED.split("[mcp")[0]) as here:
+        definitions = here.society.definitions
+        await definitions.create(
+            [
+                NewAgent(key="lead", fields={"name": "Lead", "parent": "ada"}),
+                NewAgent(fields={"name": "Helper", "parent": "lead"}),
+            ]
+        )
+        (created,) = await definitions.changes()
+        await definitions.create([NewAgent(fields={"name": "Zoe", "parent": "helper"})])
+        await definitions.change("bob", {"parent": "lead"})
+        before = (await definitions.read()).agents
+        await definitions.undo(created.id)
+        after = (await definitions.read()).agents
+        assert {one: fields.get("parent") for one, fields in after.items()} == {"ada": None, "bob": "ada", "zoe": "ada"}
+        assert read_config(tmp_path).problems == ()
+        await definitions.undo((await definitions.changes())[0].id)
+        assert (await definitions.read()).agents == before
+
+
 async def test_a_retired_agent_stops_and_an_undo_brings_it_back(tmp_path: Path) -> None:
     async with stage(tmp_path, agents=OWNED.split("[mcp")[0]) as here:
         Bell.may_end.clear()

@@ -15,7 +15,7 @@ import logging
 import re
 import tomllib
 import unicodedata
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -478,17 +478,18 @@ class AgentDefinitions:
         """
         async with self._lock:
             current = await self._store.read()
-            parent = _find(current, agent_id).get("parent")
-            children = {one: fields for one, fields in current.agents.items() if fields.get("parent") == agent_id}
-            moved = {one: _merged(fields, {"parent": parent}) for one, fields in children.items()}
-            await self._write("retired", current, {agent_id: None, **moved}, version)
+            _find(current, agent_id)
+            await self._write("retired", current, {agent_id: None} | _moved_up(current, {agent_id}), version)
 
     async def changes(self) -> list[AgentChange]:
         """The latest changes, newest first."""
         return (await asyncio.to_thread(self._history.read))[::-1]
 
     async def undo(self, change_id: str) -> None:
-        """Take back a change. `Refused`: `unknown_change`, `change_superseded` if an agent was changed again since."""
+        """Take back a change. Agents that were put below an agent that it created move up.
+
+        `Refused`: `unknown_change`, `change_superseded` if an agent was changed again since, `last_agent`.
+        """
         async with self._lock:
             change = next((one for one in await self.changes() if one.id == change_id), None)
             if change is None:
@@ -498,7 +499,9 @@ class AgentDefinitions:
                 if current.agents.get(agent_id) != after:
                     name = one_line(change.name_of(agent_id))
                     raise Refused("change_superseded", f"{name} was changed again since: undo the later change first")
-            await self._write("undone", current, change.before, None, undoes=change.id)
+            removed = {agent_id for agent_id, before in change.before.items() if before is None}
+            after = _moved_up(current, removed) | change.before
+            await self._write("undone", current, after, None, undoes=change.id)
 
     async def _write(
         self,
@@ -560,6 +563,16 @@ def _ancestry(current: DefinitionSet, agent_id: str) -> list[str]:
     while (parent := current.agents.get(path[-1], {}).get("parent")) and parent not in path:
         path.append(str(parent))
     return path
+
+
+def _moved_up(current: DefinitionSet, removed: Set[str]) -> dict[str, Fields | None]:
+    """The agents directly below removed ones, moved to the nearest parent that stays."""
+    moved: dict[str, Fields | None] = {}
+    for agent_id, fields in current.agents.items():
+        if agent_id not in removed and fields.get("parent") in removed:
+            staying = (one for one in _ancestry(current, agent_id)[1:] if one not in removed)
+            moved[agent_id] = _merged(fields, {"parent": next(staying, None)})
+    return moved
 
 
 def _merged(before: Fields, fields: Fields) -> dict[str, Any]:
