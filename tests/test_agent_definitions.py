@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import tomllib
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
 from coterie.agent_definitions import NewAgent, edit_agents
 from coterie.config import read_config
-from coterie.errors import ConfigError, Refused
+from coterie.errors import ConfigError, Refused, StoreUnavailable
 from coterie.testing import Calls, Says
 from tests.agent.stage import Bell, stage
 
@@ -68,6 +70,51 @@ def test_agents_in_one_inline_table_are_refused_with_a_remedy() -> None:
         edit_agents('agents = {ada = {name = "Ada"}}\n', {"ada": {"name": "Ada"}, "bob": {"name": "Bob"}})
 
 
+def test_a_removed_agent_takes_only_its_own_lines_with_it() -> None:
+    tables = tomllib.loads(OWNED)["agents"]
+    edited = edit_agents(OWNED, {"bob": tables["bob"]})
+    own = OWNED[OWNED.index("[agents.ada]") : OWNED.index("# Bob is lazy.")]
+    assert edited == OWNED.replace(own, "")
+    assert "# Bob is lazy." in edit_agents(edited, tables)
+    # Comments of its neighbours stay when both are removed, and those before an agent's own table are its own.
+    nested = OWNED.replace("temperature = 0.3\n", "[agents.ada.extra_body]\nseed = 7\n")
+    assert "# Bob is lazy." in edit_agents(nested, {"zoe": {"name": "Zoe"}})
+
+
+def test_the_commented_rest_of_the_template_stays_behind_the_agents() -> None:
+    template = (files("coterie") / "templates" / "coterie.toml").read_text(encoding="utf-8")
+    text = template.replace("# [agents.ada]\n# name", "[agents.ada]\nname")
+    added = edit_agents(text, {"ada": {"name": "Ada", "role": "Counter"}})
+    assert added == text.replace('name = "Ada"\n', 'name = "Ada"\nrole = "Counter"\n')
+    removed = edit_agents(text, {"bob": {"name": "Bob"}})
+    assert removed.startswith(text.replace('[agents.ada]\nname = "Ada"\n', "").rstrip())
+    assert removed.endswith('[agents.bob]\nname = "Bob"\n')
+
+
+def test_a_new_key_stands_below_the_last_key_and_above_comments() -> None:
+    text = '[agents.ada]\n\n# Later.\n[agents.bob]\nname = "Bob"\n\n# The end.\n'
+    tables = {"ada": {"role": "Counter"}, "bob": {"name": "Bob", "role": "Helper"}}
+    edited = edit_agents(text, tables)
+    assert edited == (
+        '[agents.ada]\nrole = "Counter"\n\n# Later.\n[agents.bob]\nname = "Bob"\nrole = "Helper"\n\n# The end.\n'
+    )
+
+
+async def test_a_retirement_and_its_undo_keep_comments_and_line_ends(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents="") as here:
+        file = tmp_path / "coterie.toml"
+        text = OWNED.split("[mcp")[0].replace("\n", "\r\n").encode()
+        file.write_bytes(text)
+        await here.society.definitions.change("bob", {"role": "Sleeper"})
+        assert file.read_bytes() == text.replace(b'parent = "ada"', b'parent = "ada"\r\nrole = "Sleeper"')
+        await here.society.definitions.retire("ada")
+        (retired, _) = await here.society.definitions.changes()
+        await here.society.definitions.undo(retired.id)
+        after = file.read_bytes()
+        assert b"# Bob is lazy.\r\n[agents.bob]" in after and b"# enough for me" in after
+        assert after.count(b"\n") == after.count(b"\r\n")
+
+
 async def test_a_new_agent_answers_at_once_and_after_a_restart(tmp_path: Path) -> None:
     async with stage(tmp_path, agents="# mine\n") as here:
         ids = await here.society.definitions.create(
@@ -115,6 +162,27 @@ async def test_each_change_can_be_undone_and_the_undo_too(tmp_path: Path) -> Non
         with pytest.raises(Refused) as refused:
             await definitions.undo("nothing")
         assert refused.value.code == "unknown_change"
+
+
+async def test_agents_below_one_whose_creation_is_undone_move_up(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents=OWNED.split("[mcp")[0]) as here:
+        definitions = here.society.definitions
+        await definitions.create(
+            [
+                NewAgent(key="lead", fields={"name": "Lead", "parent": "ada"}),
+                NewAgent(fields={"name": "Helper", "parent": "lead"}),
+            ]
+        )
+        (created,) = await definitions.changes()
+        await definitions.create([NewAgent(fields={"name": "Zoe", "parent": "helper"})])
+        await definitions.change("bob", {"parent": "lead"})
+        before = (await definitions.read()).agents
+        await definitions.undo(created.id)
+        after = (await definitions.read()).agents
+        assert {one: fields.get("parent") for one, fields in after.items()} == {"ada": None, "bob": "ada", "zoe": "ada"}
+        assert read_config(tmp_path).problems == ()
+        await definitions.undo((await definitions.changes())[0].id)
+        assert (await definitions.read()).agents == before
 
 
 async def test_a_retired_agent_stops_and_an_undo_brings_it_back(tmp_path: Path) -> None:
@@ -187,3 +255,83 @@ async def test_a_prompt_in_a_file_of_its_own_stays_there(tmp_path: Path) -> None
         seen = (await definitions.read()).version
         (tmp_path / "ada.md").write_text("By hand.\n")
         assert (await definitions.read()).version != seen
+
+
+@pytest.mark.parametrize("by_hand", [b"By hand.\r\n", b"Gr\xfc\xdfe.\n"])
+async def test_an_undo_of_a_retirement_keeps_a_prompt_file_that_changed(tmp_path: Path, by_hand: bytes) -> None:
+    file = tmp_path / "ada.md"
+    file.write_bytes(b"You count.\n")
+    async with stage(tmp_path, agents='[agents.ada]\nprompt_file = "ada.md"\n[agents.bob]\n') as here:
+        definitions = here.society.definitions
+        await definitions.retire("ada")
+        file.write_bytes(by_hand)
+        await definitions.undo((await definitions.changes())[0].id)
+        assert file.read_bytes() == by_hand
+        assert here.society.agents.profile("ada").prompt == by_hand.decode(errors="replace").replace("\r\n", "\n")
+        # The history has the agent as it came back, so this undo can be undone, too.
+        await definitions.undo((await definitions.changes())[0].id)
+        assert list((await definitions.read()).agents) == ["bob"] and file.read_bytes() == by_hand
+
+
+async def test_an_undo_of_a_retirement_keeps_a_shared_prompt_file(tmp_path: Path) -> None:
+    file = tmp_path / "team.md"
+    file.write_bytes(b"You count.\n")
+    agents = '[agents.ada]\nprompt_file = "team.md"\n[agents.bob]\nprompt_file = "team.md"\n'
+    async with stage(tmp_path, agents=agents) as here:
+        definitions = here.society.definitions
+        await definitions.retire("ada")
+        (retired,) = await definitions.changes()
+        await definitions.change("bob", {"prompt": "You multiply.\n"})
+        await definitions.undo(retired.id)
+        assert file.read_bytes() == b"You multiply.\n"
+        assert {one["prompt"] for one in (await definitions.read()).agents.values()} == {"You multiply.\n"}
+
+
+async def test_a_retired_agent_whose_prompt_file_was_deleted_comes_back_with_its_prompt(tmp_path: Path) -> None:
+    (tmp_path / "ada.md").write_bytes(b"You count.\n")
+    async with stage(tmp_path, agents='[agents.ada]\nprompt_file = "ada.md"\n[agents.bob]\n') as here:
+        definitions = here.society.definitions
+        await definitions.retire("ada")
+        (tmp_path / "ada.md").unlink()
+        await definitions.undo((await definitions.changes())[0].id)
+        assert here.society.agents.profile("ada").prompt == "You count.\n"
+        await definitions.undo((await definitions.changes())[0].id)
+        assert list((await definitions.read()).agents) == ["bob"]
+
+
+async def test_a_changed_prompt_file_keeps_its_line_ends(tmp_path: Path) -> None:
+    (tmp_path / "ada.md").write_bytes(b"You count.\r\nSlowly.\r\n")
+    async with stage(tmp_path, agents='[agents.ada]\nprompt_file = "ada.md"\n') as here:
+        await here.society.definitions.change("ada", {"prompt": "You count.\nFast.\n"})
+        assert (tmp_path / "ada.md").read_bytes() == b"You count.\r\nFast.\r\n"
+
+
+async def test_a_failed_write_of_the_configuration_restores_the_prompt_file(tmp_path: Path) -> None:
+    (tmp_path / "ada.md").write_bytes(b"You count.\r\n")
+    async with stage(tmp_path, agents='[agents.ada]\nprompt_file = "ada.md"\n') as here:
+        # The name of the file is as long as possible, so there is no temporary file beside it.
+        (tmp_path / "coterie.toml").rename(tmp_path / ("c" * 250))
+        (tmp_path / "coterie.toml").symlink_to(tmp_path / ("c" * 250))
+        before = (tmp_path / "coterie.toml").read_bytes()
+        with pytest.raises(StoreUnavailable, match="nothing was changed"):
+            await here.society.definitions.change("ada", {"prompt": "You multiply.", "role": "Counter"})
+        assert (tmp_path / "ada.md").read_bytes() == b"You count.\r\n"
+        assert (tmp_path / "coterie.toml").read_bytes() == before
+        assert await here.society.definitions.changes() == []
+
+
+async def test_a_failed_write_names_the_files_that_could_not_be_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ada.md").write_bytes(b"You count.\n")
+    async with stage(tmp_path, agents='[agents.ada]\nprompt_file = "ada.md"\n') as here:
+
+        def replace_once(path: Path, data: bytes) -> None:
+            if path.read_bytes() != b"You count.\n":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            path.write_bytes(data)
+
+        monkeypatch.setattr("coterie.agent_definitions.replace_file", replace_once)
+        with pytest.raises(StoreUnavailable, match=r"only ada\.md changed \(No space left on device\)"):
+            await here.society.definitions.change("ada", {"prompt": "You multiply.\n", "role": "Counter"})
+        assert (tmp_path / "ada.md").read_bytes() == b"You multiply.\n"

@@ -15,7 +15,7 @@ import logging
 import re
 import tomllib
 import unicodedata
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
-from tomlkit.items import Item
+from tomlkit.items import AoT, Comment, Item, Key, Table
 
 from coterie.clock import Clock
 from coterie.config import ASSISTANT, CONFIG_FILE, Config, SocietyFolder, check_id, read_config
@@ -71,8 +71,10 @@ class DefinitionStore(Protocol):
         """`ConfigError`: they cannot be read."""
         ...
 
-    async def replace(self, agents: Mapping[str, Fields | None], version: str) -> None:
-        """Replace these definitions, all or none; None removes one.
+    async def replace(self, agents: Mapping[str, Fields | None], version: str) -> Mapping[str, Fields | None]:
+        """Replace these definitions, all or none; None removes one. Returns them as they are now.
+
+        A prompt file of an agent that had no definition is kept: its text replaces the prompt.
 
         `Refused`: `definitions_changed` if `version` is not the current one, `agent_invalid`. `ConfigError`: a file of
         the owner cannot be read.
@@ -92,13 +94,14 @@ class AgentsFile:
     async def read(self) -> DefinitionSet:
         return await asyncio.to_thread(self._read)
 
-    async def replace(self, agents: Mapping[str, Fields | None], version: str) -> None:
+    async def replace(self, agents: Mapping[str, Fields | None], version: str) -> Mapping[str, Fields | None]:
         try:
-            await asyncio.to_thread(self._replace, agents, version)
+            return await asyncio.to_thread(self._replace, agents, version)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "free some space" if full else "let the society's owner write to its folder"
-            message = f"nothing was changed ({error.strerror}): {remedy}, then try again"
+            changed = f"only {error.changed} changed" if isinstance(error, _PartlyWritten) else "nothing was changed"
+            message = f"{changed} ({error.strerror}): {remedy}, then try again"
             raise StoreUnavailable(message, full=full) from error
 
     def _read(self) -> DefinitionSet:
@@ -113,24 +116,24 @@ class AgentsFile:
 
     def _text(self) -> str:
         try:
-            return self._file.read_text(encoding="utf-8")
+            return self._file.read_bytes().decode()  # with its line ends
         except FileNotFoundError:
             return ""
 
     def _with_prompts(self, tables: Mapping[str, Fields]) -> dict[str, Fields]:
-        """The tables with the texts of their prompt files."""
-        agents = dict(tables)
-        for agent_id, fields in tables.items():
+        """The tables with the texts of their prompt files, without values that are no tables."""
+        agents: dict[str, Fields] = {name: fields for name, fields in tables.items() if isinstance(fields, dict)}
+        for agent_id, fields in agents.items():
             file = self._prompt_file(fields)
             if file and file.is_file():
-                agents[agent_id] = {**fields, "prompt": file.read_text(encoding="utf-8", errors="replace")}
+                agents[agent_id] = {**fields, "prompt": _read_prompt(file)}
         return agents
 
     def _prompt_file(self, fields: Fields) -> Path | None:
         name = fields.get("prompt_file")
         return self._folder / name if isinstance(name, str) and name else None
 
-    def _replace(self, agents: Mapping[str, Fields | None], version: str) -> None:
+    def _replace(self, agents: Mapping[str, Fields | None], version: str) -> Mapping[str, Fields | None]:
         current = self._read()
         if version != current.version:
             raise Refused(
@@ -140,25 +143,34 @@ class AgentsFile:
         _require_one_left(current, agents)
         ServiceRegistry.load(self._folder)  # raises what would keep the change from becoming effective
         text = self._text()
-        tables, prompts = _tables(text), dict[Path, str]()
+        tables, changed_files = _tables(text), dict[Path, bytes]()
+        written: dict[str, Fields | None] = {}
         for agent_id, fields in agents.items():
             if fields is None:
                 tables.pop(agent_id, None)
+                written[agent_id] = None
                 continue
             table = dict(fields)
             file = self._prompt_file(table)
             if file and file.is_file():
-                prompt = str(table.pop("prompt", ""))
-                if prompt != str(current.agents.get(agent_id, {}).get("prompt", "")):
-                    prompts[file] = prompt
+                prompt = str(table.pop("prompt", "")).replace("\r\n", "\n")
+                present = _read_prompt(file)
+                if agent_id not in current.agents:
+                    prompt = present  # changed by hand or for another agent while this one was retired
+                elif prompt != present:
+                    crlf = has_crlf(file.read_bytes().decode(errors="replace"))
+                    changed_files[file] = (prompt.replace("\n", "\r\n") if crlf else prompt).encode()
+                written[agent_id] = table | {"prompt": prompt}
             else:
                 table.pop("prompt_file", None)  # the file was deleted: the prompt itself is kept
+                written[agent_id] = table
             tables[agent_id] = table
         changed = edit_agents(text, tables)
         self._check(changed, [agent_id for agent_id, fields in agents.items() if fields is not None])
-        for file, prompt in prompts.items():
-            replace_file(file, prompt.encode())
-        replace_file(self._file, changed.encode())
+        if changed != text:
+            changed_files[self._file] = changed.encode()
+        _replace_files(changed_files)
+        return written
 
     def _check(self, text: str, agents: Sequence[str]) -> Config:
         """The configuration that the text would give; `Refused` if one of these agents has a problem."""
@@ -180,7 +192,7 @@ class AgentsInDatabase:
         version, document = await self._configuration.read()
         return DefinitionSet(document.get("agents") or _ONLY_ASSISTANT, version)
 
-    async def replace(self, agents: Mapping[str, Fields | None], version: str) -> None:
+    async def replace(self, agents: Mapping[str, Fields | None], version: str) -> Mapping[str, Fields | None]:
         def change(document: Document) -> None:
             known: Mapping[str, Fields] = document.get("agents") or _ONLY_ASSISTANT
             _require_one_left(DefinitionSet(known, version), agents)
@@ -196,6 +208,7 @@ class AgentsInDatabase:
             if error.code == "config_changed":
                 raise Refused("definitions_changed", error.message) from error
             raise
+        return agents
 
 
 def _require_one_left(current: DefinitionSet, agents: Mapping[str, Fields | None]) -> None:
@@ -215,6 +228,43 @@ def _invalid(problems: Sequence[Problem]) -> Refused:
     return Refused("agent_invalid", "; ".join(f"{one['place']}: {one['message']}" for one in places), problems=places)
 
 
+class _PartlyWritten(OSError):
+    def __init__(self, changed: str, error: OSError) -> None:
+        self.changed = changed
+        super().__init__(error.errno, error.strerror)
+
+
+def _replace_files(changed: Mapping[Path, bytes]) -> None:
+    """Replace these files, all or none. `_PartlyWritten` if a write failed and the others could not be restored."""
+    before: dict[Path, bytes | None] = {}
+    try:
+        for file, data in changed.items():
+            before[file] = file.read_bytes() if file.exists() else None
+            replace_file(file, data)
+    except OSError as error:
+        left = [file.name for file, data in before.items() if not _is_restored(file, data)]
+        if left:
+            raise _PartlyWritten(" and ".join(left), error) from error
+        raise
+
+
+def _is_restored(file: Path, data: bytes | None) -> bool:
+    """Write the file's earlier content, None if it did not exist; True if it has it now."""
+    try:
+        if data is None:
+            file.unlink(missing_ok=True)
+        elif file.read_bytes() != data:
+            replace_file(file, data)
+    except OSError as error:
+        log.warning("%s could not be restored: %s", file, error.strerror)
+        return False
+    return True
+
+
+def _read_prompt(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
 def _tables(text: str) -> dict[str, Fields]:
     """The tables of the agents; that of the assistant if the file describes none."""
     return tomllib.loads(text).get("agents") or dict(_ONLY_ASSISTANT)
@@ -222,6 +272,8 @@ def _tables(text: str) -> dict[str, Fields]:
 
 def edit_agents(text: str, tables: Mapping[str, Fields]) -> str:
     """The text of a coterie.toml with these agents and no others; comments and everything else stay as they are."""
+    if has_crlf(text):
+        return edit_agents(text.replace("\r\n", "\n"), tables).replace("\n", "\r\n")
     present = tomllib.loads(text).get("agents") or {}
     try:
         changed = _edit_present(text, present, tables) if present else text
@@ -231,25 +283,65 @@ def edit_agents(text: str, tables: Mapping[str, Fields]) -> str:
                 changed = "\n".join([changed.rstrip(), "", f"[agents.{agent_id}]", *lines, ""]).lstrip()
         if tomllib.loads(changed) == tomllib.loads(text) | {"agents": dict(tables)}:
             return changed
-    except (TOMLKitError, ValueError, KeyError, TypeError) as error:
+    except (TOMLKitError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.debug("editing %s failed: %s", CONFIG_FILE, error)
     raise ConfigError([Problem(CONFIG_FILE, ProblemText("agents_not_editable"), fatal=True)])
 
 
+def has_crlf(text: str) -> bool:
+    """True if every line of the text ends with CR LF."""
+    return 0 < text.count("\n") == text.count("\r\n")
+
+
 def _edit_present(text: str, present: Mapping[str, Fields], tables: Mapping[str, Fields]) -> str:
-    document = tomlkit.parse(text)
+    name = "rest"
+    while name in text or name in str(tables):
+        name += "-"
+    document = _parse_with_separators(text, name)
     agents: Any = document["agents"]
     for agent_id, before in present.items():
         if agent_id not in tables:
             del agents[agent_id]
             continue
+        if before == tables[agent_id]:
+            continue  # it may be no table
         entry, fields = agents[agent_id], tables[agent_id]
         for key in before.keys() - fields.keys():
             del entry[key]
         for key, value in fields.items():
             if key not in before or before[key] != value:
                 entry[key] = toml_value(value)
-    return tomlkit.dumps(document)
+    return re.sub(rf"\[agents\.{name}\d+\]\n", "", tomlkit.dumps(document))
+
+
+def _parse_with_separators(text: str, name: str) -> tomlkit.TOMLDocument:
+    """The parsed text. Comments after the last key of an agent are in a table `agents.<name><number>` of their own.
+
+    tomlkit takes them for a part of the agent: it would delete them with the agent, and add new keys below them.
+    """
+    document, count = tomlkit.parse(text), 0
+    for key, item in document.body:
+        if key is None or key.key != "agents" or not isinstance(item, Table):
+            continue
+        for _, agent in item.value.body:
+            body = _last_body(agent)
+            keys = [index for index, (one, _) in enumerate(body) if one is not None]
+            after_keys = range(keys[-1] + 1 if keys else 0, len(body))
+            first = next((index for index in after_keys if isinstance(body[index][1], Comment)), None)
+            if first is not None:
+                body.insert(first, (None, tomlkit.ws(f"[agents.{name}{count}]\n")))
+                count += 1
+    return tomlkit.parse(tomlkit.dumps(document))
+
+
+def _last_body(item: Item) -> list[tuple[Key | None, Item]]:
+    """The content of the last table inside `item`, which is where comments after it are."""
+    if isinstance(item, AoT):
+        return _last_body(item.body[-1])
+    if not isinstance(item, Table):
+        return []
+    keyed = [value for key, value in item.value.body if key is not None]
+    return _last_body(keyed[-1]) if keyed and isinstance(keyed[-1], (AoT, Table)) else item.value.body
 
 
 def toml_value(value: Any) -> Item:
@@ -386,17 +478,18 @@ class AgentDefinitions:
         """
         async with self._lock:
             current = await self._store.read()
-            parent = _find(current, agent_id).get("parent")
-            children = {one: fields for one, fields in current.agents.items() if fields.get("parent") == agent_id}
-            moved = {one: _merged(fields, {"parent": parent}) for one, fields in children.items()}
-            await self._write("retired", current, {agent_id: None, **moved}, version)
+            _find(current, agent_id)
+            await self._write("retired", current, {agent_id: None} | _moved_up(current, {agent_id}), version)
 
     async def changes(self) -> list[AgentChange]:
         """The latest changes, newest first."""
         return (await asyncio.to_thread(self._history.read))[::-1]
 
     async def undo(self, change_id: str) -> None:
-        """Take back a change. `Refused`: `unknown_change`, `change_superseded` if an agent was changed again since."""
+        """Take back a change. Agents that were put below an agent that it created move up.
+
+        `Refused`: `unknown_change`, `change_superseded` if an agent was changed again since, `last_agent`.
+        """
         async with self._lock:
             change = next((one for one in await self.changes() if one.id == change_id), None)
             if change is None:
@@ -406,7 +499,9 @@ class AgentDefinitions:
                 if current.agents.get(agent_id) != after:
                     name = one_line(change.name_of(agent_id))
                     raise Refused("change_superseded", f"{name} was changed again since: undo the later change first")
-            await self._write("undone", current, change.before, None, undoes=change.id)
+            removed = {agent_id for agent_id, before in change.before.items() if before is None}
+            after = _moved_up(current, removed) | change.before
+            await self._write("undone", current, after, None, undoes=change.id)
 
     async def _write(
         self,
@@ -421,13 +516,13 @@ class AgentDefinitions:
                 "definitions_changed",
                 "the agents were changed meanwhile, nothing was written: look at them as they are now, then try again",
             )
-        await self._store.replace(after, current.version)
+        written = await self._store.replace(after, current.version)
         change = AgentChange(
             id=new_id(),
             at=self._clock.now(),
             kind=kind,
             before={agent_id: _plain(current.agents.get(agent_id)) for agent_id in after},
-            after={agent_id: _plain(fields) for agent_id, fields in after.items()},
+            after={agent_id: _plain(fields) for agent_id, fields in written.items()},
             undoes=undoes,
         )
         try:
@@ -468,6 +563,16 @@ def _ancestry(current: DefinitionSet, agent_id: str) -> list[str]:
     while (parent := current.agents.get(path[-1], {}).get("parent")) and parent not in path:
         path.append(str(parent))
     return path
+
+
+def _moved_up(current: DefinitionSet, removed: Set[str]) -> dict[str, Fields | None]:
+    """The agents directly below removed ones, moved to the nearest parent that stays."""
+    moved: dict[str, Fields | None] = {}
+    for agent_id, fields in current.agents.items():
+        if agent_id not in removed and fields.get("parent") in removed:
+            staying = (one for one in _ancestry(current, agent_id)[1:] if one not in removed)
+            moved[agent_id] = _merged(fields, {"parent": next(staying, None)})
+    return moved
 
 
 def _merged(before: Fields, fields: Fields) -> dict[str, Any]:

@@ -221,7 +221,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     message_id: str
     """The next occurrence; the last one if the schedule is not active."""
     due_at: datetime
-    """When that occurrence is or was due."""
+    """When that occurrence is or was due by the recurrence."""
+    next_at: datetime
+    """When that occurrence is or was to be delivered: not at `due_at` if it was rescheduled itself."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -234,6 +236,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             "createdAt": to_rfc3339(self.created_at),
             "messageId": self.message_id,
             "deliverAt": to_rfc3339(self.due_at) if self.state == "active" else None,
+            "nextAt": to_rfc3339(self.next_at) if self.state == "active" else None,
         }
 
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from coterie.cli.output import local_time
 from coterie.society import Society
 
 from .commands import coterie
@@ -119,6 +121,23 @@ def test_recurring_messages_are_listed_paused_changed_and_ended(folder: Path) ->
     assert coterie("schedules", "--end", short, "--dir", folder).stdout == "daily 09:00 UTC is ended.\n"
     assert coterie("schedules", "--dir", folder).stdout == "No recurring messages.\n"
     assert "no recurring message has an id" in coterie("schedules", "--end", short, "--dir", folder).failure
+
+
+def test_the_next_time_of_a_recurring_message_is_that_of_a_moved_occurrence(folder: Path) -> None:
+    async def send_and_move() -> None:
+        async with Society.open_offline(folder) as society:
+            receipt = await society.send(to="assistant", text="Stand up", every="daily 09:00", time_zone="UTC")
+            await society.bus.reschedule(receipt.message_id, 3 * DAY_MS)
+
+    asyncio.run(send_and_move())
+    (moved,) = delayed(folder)
+    assert moved.deliver_at is not None
+    assert local_time(moved.deliver_at) in coterie("schedules", "--dir", folder).stdout
+    (found,) = coterie("schedules", "--json", "--dir", folder).json["items"]
+    assert datetime.fromisoformat(found["nextAt"]) == moved.deliver_at
+    assert datetime.fromisoformat(found["deliverAt"]) < moved.deliver_at
+    paused = coterie("schedules", "--pause", found["id"], "--dir", folder, "--json").json
+    assert (paused["deliverAt"], paused["nextAt"]) == (None, None)
 
 
 def test_a_recurrence_that_cannot_be_read_is_a_problem_and_a_contradiction_is_wrong_usage(folder: Path) -> None:

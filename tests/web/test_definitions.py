@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from coterie.clock import SystemClock
 from coterie.testing import ModelServer
@@ -78,6 +79,46 @@ async def test_problems_of_the_file_and_the_request_have_their_codes(tmp_path: P
         assert (broken.status_code, broken.json()["code"]) == (422, "config_invalid")
         assert (tmp_path / "coterie.toml").read_text() == "[agents.ada"
         (tmp_path / "coterie.toml").write_text(AGENTS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "shown"),
+    [
+        ('tools = "*"', {"tools": ["*"]}),
+        ('colour = "purple"', {"colour": None}),
+        (f'role = "{"x" * 61}"', {"role": "x" * 61}),
+        ("name = 5", {"name": "eve"}),
+        ('initials = "ABCD"\nparent = 3\nservice = []\ndescription = 1.5', {"initials": "ABCD", "parent": None}),
+        ('prompt_file = "long.md"', {"prompt": "x" * 200_001}),
+    ],
+)
+async def test_a_wrong_agent_of_the_file_is_listed_and_others_can_be_changed(
+    tmp_path: Path, wrong: str, shown: dict[str, object]
+) -> None:
+    (tmp_path / "long.md").write_text("x" * 200_001)
+    async with api(tmp_path) as client:
+        (tmp_path / "coterie.toml").write_text(f"{AGENTS}[agents.eve]\n{wrong}\n")
+        got = await client.get("/definitions")
+        changed = await client.patch("/definitions/bob", json={"role": "Baker"})
+        assert (got.status_code, changed.status_code) == (200, 200)
+        listed = {one["id"]: one for one in got.json()["items"]}
+        assert list(listed) == ["ada", "bob", "eve"] and listed["eve"] == listed["eve"] | shown
+        assert [one["role"] for one in changed.json()["items"]] == ["", "Baker", listed["eve"]["role"]]
+        assert wrong in (tmp_path / "coterie.toml").read_text()
+        assert (await client.delete("/definitions/eve")).status_code == 200
+        assert (await client.get("/definitions/changes")).status_code == 200
+
+
+async def test_a_value_among_the_agents_is_no_agent_and_stays(tmp_path: Path) -> None:
+    async with api(tmp_path) as client:
+        (tmp_path / "coterie.toml").write_text('[agents]\nname = "Ada"\n[agents.ada]\n[agents.bob]\n')
+        assert [one["id"] for one in (await client.get("/definitions")).json()["items"]] == ["ada", "bob"]
+        assert (await client.patch("/definitions/bob", json={"role": "Baker"})).status_code == 200
+        assert (await client.delete("/definitions/ada")).status_code == 200
+        clash = await client.post("/definitions", json={"agents": [{"name": "Name"}]})
+        assert (clash.status_code, clash.json()["code"]) == (422, "config_invalid")
+        text = (tmp_path / "coterie.toml").read_text()
+        assert text == '[agents]\nname = "Ada"\n[agents.bob]\nrole = "Baker"\n'
 
 
 async def test_tools_tell_what_they_do_and_whether_they_ask_first(tmp_path: Path) -> None:

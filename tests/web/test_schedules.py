@@ -38,6 +38,7 @@ async def test_a_recurring_message_is_listed_and_delivered_again_and_again(
         "createdAt": None,
         "messageId": receipt["messageId"],
         "deliverAt": "2030-01-01T07:00:00.000Z",
+        "nextAt": "2030-01-01T07:00:00.000Z",
     }
     (delayed,) = (await client.get(f"{API}/delayed")).json()["items"]
     assert (delayed["every"], delayed["scheduleId"]) == (schedule["every"], schedule["id"])

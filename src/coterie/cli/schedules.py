@@ -84,8 +84,8 @@ def _list(found: Sequence[Mapping[str, Any]], json: bool) -> None:
 def _next(schedule: Mapping[str, Any]) -> str:
     from datetime import datetime
 
-    due = schedule["deliverAt"]
-    return local_time(datetime.fromisoformat(due)) if due else str(schedule["state"])
+    next_at = schedule["nextAt"]
+    return local_time(datetime.fromisoformat(next_at)) if next_at else str(schedule["state"])
 
 
 async def _read(folder: Path, token: str | None) -> Sequence[Mapping[str, Any]]:

@@ -338,6 +338,7 @@ class Schedule(Schema, kw_only=True):
     created_at: Time | None
     message_id: str
     deliver_at: Annotated[Time | None, Meta(description="When the next one is due by the recurrence; null: never.")]
+    next_at: Annotated[Time | None, Meta(description="When the next one is delivered, also if it was moved itself.")]
 
     @classmethod
     def of(cls, schedule: messages.Schedule) -> Self:

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 SCHEDULE_COLUMNS = """
 schedules.id, schedules.sender, schedules.recipient, CAST(schedules.payload AS BLOB), schedules.every, schedules.state,
-schedules.created_at, schedules.cause, schedules.message_id, schedules.due_at, schedules.previous_id
+schedules.created_at, schedules.cause, schedules.message_id, schedules.due_at, schedules.previous_id,
+(SELECT messages.deliver_at FROM messages WHERE messages.id = schedules.message_id)
 """
 """Columns of `ScheduleRow`."""
 SELECT_SCHEDULE = f"SELECT {SCHEDULE_COLUMNS} FROM schedules WHERE id = :id"
@@ -69,6 +70,8 @@ class ScheduleRow(NamedTuple):
     """When the next occurrence is due by the recurrence. The person may have rescheduled the message itself."""
     previous_id: str | None
     """The occurrence that was delivered last."""
+    next_at: int | None
+    """When the next occurrence is delivered, also if the person rescheduled it."""
 
     def to_schedule(self) -> Schedule:
         return Schedule(
@@ -81,6 +84,7 @@ class ScheduleRow(NamedTuple):
             created_at=from_ms(self.created_at),
             message_id=self.message_id,
             due_at=from_ms(self.due_at),
+            next_at=from_ms(self.due_at if self.next_at is None else self.next_at),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from typing import Annotated, Any, Literal, Self
@@ -24,10 +25,13 @@ from coterie.web.routing import API, Id, Router, SocietyDep
 from coterie.web.schemas import Schema, ShortText, Time
 
 Language = Literal["en", "zh"]
-Role = Annotated[str, Meta(max_length=MAX_ROLE, description="In a few words, for people.")]
-Description = Annotated[str, Meta(max_length=MAX_DESCRIPTION, description="What it is for; other agents see it too.")]
+FOR_PEOPLE = "In a few words, for people."
+PURPOSE = "What it is for; other agents see it too."
+LETTERS = "Empty: the first letters of its name."
+Role = Annotated[str, Meta(max_length=MAX_ROLE, description=FOR_PEOPLE)]
+Description = Annotated[str, Meta(max_length=MAX_DESCRIPTION, description=PURPOSE)]
 Prompt = Annotated[str, Meta(max_length=200_000)]
-Initials = Annotated[str, Meta(max_length=MAX_INITIALS, description="Empty: the first letters of its name.")]
+Initials = Annotated[str, Meta(max_length=MAX_INITIALS, description=LETTERS)]
 Tools = Annotated[
     list[str],
     Meta(description='Patterns: `["*"]` all tools, `[]` none, `"!name"` excludes. Built-in tools need no pattern.'),
@@ -42,26 +46,31 @@ class Definition(Schema):
 
     id: str
     name: str
-    role: Role
-    description: Description
-    prompt: Prompt
+    role: Annotated[str, Meta(description=FOR_PEOPLE)]
+    description: Annotated[str, Meta(description=PURPOSE)]
+    prompt: str
     service: Annotated[str | None, Meta(description="null: the first service.")]
     tools: Tools
     given: Annotated[list[str], Meta(description="The tools that these patterns give it now.")]
     parent: str | None
     colour: AgentColour | None
-    initials: Initials
+    initials: Annotated[str, Meta(description=LETTERS)]
 
     @classmethod
     def of(cls, society: Society, agent_id: str, fields: definitions.Fields) -> Self:
+        """The definition; a key that the owner wrote with a wrong value is as if it were absent."""
         try:
             given = sorted(society.tools_of(agent_id))
         except CoterieError:  # the definition is not in effect
             given = []
-        known = {key: fields[key] for key in definitions.EDITABLE if key in fields}
+        types = {one.name: one.type for one in msgspec.structs.fields(cls)}
+        known = dict[str, Any]()
+        for key in definitions.EDITABLE:
+            with suppress(KeyError, msgspec.ValidationError):
+                known[key] = msgspec.convert(fields[key], types[key])
         empty = {"role": "", "description": "", "prompt": "", "service": None, "tools": ["*"], "parent": None}
         empty |= {"colour": None, "initials": "", "name": agent_id}
-        return msgspec.convert(empty | known | {"id": agent_id, "given": given}, cls)
+        return cls(**empty | known | {"id": agent_id, "given": given})
 
 
 class DefinitionList(Schema):
