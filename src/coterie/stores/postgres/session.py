@@ -395,8 +395,11 @@ class PostgresSession:
         """Write tasks and events, as the last statements before COMMIT. None if the transaction wrote nothing."""
         try:
             updates = merge_changes(self._task_changes)
+            task_ids = sorted(task_id for _, parameters in updates for task_id in parameters["tasks"])
             if self._locked_tasks:  # the order of ids is broken already, so no lock is waited for
-                self.lock_tasks([str(parameters["id"]) for _, parameters in updates])
+                self.lock_tasks(task_ids)
+            elif len(updates) < len(task_ids):  # an UPDATE of several rows locks them in any order
+                self._db.executemany(_LOCK_TASKS, [{"tasks": task_ids}])
             for sql, parameters in updates:
                 self._db.executemany(sql, [parameters])
             batch = new_id()

@@ -237,7 +237,8 @@ class SqliteSession:
 
     def change_tasks(self, changes: Mapping[str, TaskChange]) -> None:
         for task_id, change in changes.items():
-            self._db.execute(*change.to_update(task_id, self.timestamp))
+            sets, parameters = change.to_assignments(self.timestamp)
+            self._db.execute(f"UPDATE tasks SET {sets} WHERE id = :id", {**parameters, "id": task_id})
 
     def unwritten_change(self, task_id: str) -> TaskChange | None:
         return None

@@ -99,11 +99,11 @@ class TaskChange(msgspec.Struct, gc=False):
             or self.failed >= 0
         )
 
-    def to_update(self, task_id: str, at: int) -> tuple[str, dict[str, Any]]:
-        """Return the UPDATE of the changed columns, and its parameters. Writing all costs three times as much."""
+    def to_assignments(self, at: int) -> tuple[str, dict[str, Any]]:
+        """Return the SET list of the changed columns, and its parameters. Writing all costs three times as much."""
         parameters = {name: value for name, value in zip(_SUMMED, astuple(self), strict=False) if value}
         summed = tuple(parameters)
-        parameters["id"], parameters["at"] = task_id, at
+        parameters["at"] = at
         # A turn of the batch may have begun before a job of the same batch stopped the task.
         begins_turn = self.turns > 0 and not self.stops
         adds_work = self.queued > 0 or self.active > 0 or begins_turn or self.adds_later == 1
@@ -112,11 +112,12 @@ class TaskChange(msgspec.Struct, gc=False):
         if self.budget_question:
             parameters["budget_question"] = self.budget_question
         changes_question = self.closes_question == 1 or self.budget_question is not None
-        return _update_sql(summed, self.failed >= 0, adds_work, changes_question, self.closes_question == 1), parameters
+        sets = _assignments(summed, self.failed >= 0, adds_work, changes_question, self.closes_question == 1)
+        return sets, parameters
 
 
 @cache
-def _update_sql(
+def _assignments(
     summed: tuple[str, ...], sets_failed: bool, adds_work: bool, changes_question: bool, closes_question: bool
 ) -> str:
     assigned = ["last_at = :at", *(f"{name} = {name} + :{name}" for name in summed)]
@@ -135,8 +136,7 @@ def _update_sql(
             f" WHEN {queued} + {active} > 0 THEN 'working' WHEN {questions} > 0 THEN 'waiting'"
             f" WHEN {':failed' if sets_failed else 'failed'} = 1 THEN 'failed' ELSE 'done' END"
         )
-    sets = ", ".join(assigned)
-    return f"UPDATE tasks SET {sets} WHERE id = :id"
+    return ", ".join(assigned)
 
 
 _SUMMED = TaskChange.__struct_fields__[: TaskChange.__struct_fields__.index("failed")]
@@ -198,7 +198,10 @@ class TaskChanges:
 
 
 def merge_changes(changes: Iterable[tuple[str, TaskChange, int]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the UPDATEs for changes of several jobs, with their parameters: one per task, in the order of ids."""
+    """Return the UPDATEs for changes of several jobs, with their parameters: one for all tasks that change equally.
+
+    Their parameter `tasks` has the ids. Tasks that change alone come in the order of ids.
+    """
     merged: dict[str, tuple[TaskChange, int]] = {}
     for task_id, change, at in changes:
         if task_id in merged:
@@ -207,7 +210,14 @@ def merge_changes(changes: Iterable[tuple[str, TaskChange, int]]) -> list[tuple[
             merged[task_id] = (before, max(at, earlier))
         else:
             merged[task_id] = (msgspec.structs.replace(change), at)
-    return [change.to_update(task_id, at) for task_id, (change, at) in sorted(merged.items())]
+    equal: dict[tuple[Any, ...], list[str]] = {}
+    for task_id, (change, at) in sorted(merged.items()):
+        sets, parameters = change.to_assignments(at)
+        equal.setdefault((sets, *parameters.items()), []).append(task_id)
+    return [
+        (f"UPDATE tasks SET {sets} WHERE id = ANY (:tasks)", {**dict(parameters), "tasks": task_ids})
+        for (sets, *parameters), task_ids in equal.items()
+    ]
 
 
 def is_stopped(db: Connection, task_id: str) -> bool:
