@@ -292,6 +292,16 @@ async def test_a_saved_key_is_never_shown(panel: Panel) -> None:
     await expect(card).to_have_count(0)
 
 
+async def test_another_preset_of_a_service_clears_the_typed_key(panel: Panel) -> None:
+    page = await panel.open("#/setup")
+    await page.get_by_role("button", name="Add a service").click()
+    form = page.locator(".service-form")
+    await form.get_by_label("Provider").select_option("openai")
+    await form.get_by_label("Key").fill("sk-canary-0123456789")
+    await form.get_by_label("Provider").select_option("ollama")
+    await expect(form.get_by_label("Key")).to_have_value("")
+
+
 async def test_a_changed_address_requires_the_key_again(panel: Panel) -> None:
     async with ModelServer(models={"m2"}) as elsewhere:
         await panel.society.setup.put(

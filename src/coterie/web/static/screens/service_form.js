@@ -46,11 +46,12 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
     const one = presets.find((each) => each.id === chosen);
     if (!one) return;
     if (!known) id.value = one.id;
-    [name.value, base.value] = [one.name, one.baseURL];
+    [name.value, base.value, key.value] = [one.name, one.baseURL, '']; // a typed key belongs to one provider
     declared = Boolean(one.capabilities);
     tick(one.capabilities ?? UNKNOWN);
     const offer = offers.find((each) => each.id === chosen);
     apiKey = offer?.apiKey;
+    keyField.lastChild.textContent = hint();
     if (offer?.models?.length && !model.value) model.value = offer.models[0];
   };
   const fields = () => {
