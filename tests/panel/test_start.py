@@ -87,8 +87,8 @@ async def test_a_service_that_answered_real_requests_is_not_called_untested(pane
     )
 
 
-def _preset(id: str, address: str, key: str | None) -> dict[str, object]:
-    known = {"id": id, "name": id.title(), "provider": "openai", "baseURL": address, "apiKey": key}
+def _preset(name: str, address: str, key: str | None) -> dict[str, object]:
+    known = {"id": name, "name": name.title(), "provider": "openai", "baseURL": address, "apiKey": key}
     return known | {"models": [], "capabilities": None}
 
 
