@@ -133,6 +133,21 @@ async def test_a_change_by_hand_is_reported_and_the_text_is_kept(panel: Panel, t
     assert agents_of(tmp_path)["bob"]["role"] == "Builder" and agents_of(tmp_path)["new"]["name"] == "By hand"
 
 
+async def test_a_restored_form_has_the_chosen_tools(panel: Panel, tmp_path: Path) -> None:
+    await panel.society.definitions.change("ada", {"tools": ["ring"]})
+    page = await panel.open("#/agents/ada/edit")
+    await page.get_by_test_id("tool-look").check()
+    await page.reload()
+    await expect(page.get_by_test_id("form-restored")).to_be_visible()
+    await expect(page.get_by_test_id("tool-look")).to_be_checked()
+    await expect(page.get_by_test_id("tool-ring")).to_be_checked()
+    await expect(page.get_by_test_id("tool-dangerous")).not_to_be_checked()
+    await page.get_by_test_id("tool-ring").uncheck()
+    await page.get_by_test_id("agent-save").click()
+    await expect(page.locator(".agent-page")).to_be_visible()
+    assert agents_of(tmp_path)["ada"]["tools"] == ["look"]
+
+
 @pytest.mark.parametrize("locale", WORDS)
 async def test_the_page_of_an_agent_tells_what_it_is_has_and_remembers(panel: Panel, locale: str) -> None:
     await panel.society.definitions.change("ada", {"role": "Analyst", "prompt": "You count."})

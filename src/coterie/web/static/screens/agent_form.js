@@ -110,7 +110,7 @@ export function agentForm(root, { from, id, known, tools, services, templates })
   field(t('agentField_description'), text('description', { rows: '2', maxlength: '500' }), t('descriptionHint')),
   field(t('agentField_prompt'), text('prompt', { rows: '9' }), t('promptHint')),
   h('div', { class: 'form-pair' }, field(t('agentField_service'), model), field(t('agentField_parent'), parent, t('parentHint'))),
-  toolPicker(tools, now, from.given, changed),
+  toolPicker(tools, now, changed),
   look(now, changed, text),
   problem,
   h('div', { class: 'modal-foot form-foot' },
@@ -124,6 +124,29 @@ export function agentForm(root, { from, id, known, tools, services, templates })
 
 // Tools: all, chosen ones, or none
 
+/** True if the pattern names the tool: `*`, `?` and `[a-z]` as in a shell. */
+function matches({ name }, pattern) {
+  const parts = pattern.replace(/\[(!?)(\]?[^\]]*)\]|[^]/g, (part, not, set) => {
+    if (set !== undefined) return `[${not ? '^' : ''}${set.replace(/[\\\]^[]/g, '\\$&')}]`;
+    return part === '*' ? '.*' : part === '?' ? '.' : part.replace(/[\\^$.|+()[\]{}/]/, '\\$&');
+  });
+  try {
+    return new RegExp(`^${parts}$`, 's').test(name);
+  } catch {
+    return false; // such as [z-a]
+  }
+}
+
+const included = (patterns) => patterns.filter((one) => !one.startsWith('!'));
+const excluded = (patterns) => patterns.filter((one) => one.startsWith('!')).map((one) => one.slice(1));
+
+/** True if the patterns allow the tool, by the rules of the server. */
+function isAllowed(tool, patterns) {
+  if (!patterns.length || excluded(patterns).some((one) => matches(tool, one))) return false;
+  const named = included(patterns);
+  return tool.builtIn || !named.length || named.some((one) => matches(tool, one));
+}
+
 /** Patterns for the chosen tools. A list that only excludes would allow all others, so it names one at least. */
 function patternsOf(chosen, tools) {
   const names = tools.filter((one) => !one.builtIn && chosen.has(one.name)).map((one) => one.name);
@@ -131,10 +154,9 @@ function patternsOf(chosen, tools) {
   return [...(names.length ? names : [MESSENGER]), ...without];
 }
 
-function toolPicker(tools, now, given, changed) {
+function toolPicker(tools, now, changed) {
   const mode = () => (!now.tools.length ? 'none' : same(now.tools, ['*']) ? 'all' : 'some');
-  const chosen = new Set(mode() === 'some' ? given ?? tools.filter((one) => one.builtIn || now.tools.includes(one.name)).map((one) => one.name) : tools.map((one) => one.name));
-  for (const pattern of now.tools) if (pattern.startsWith('!')) chosen.delete(pattern.slice(1));
+  const chosen = new Set(tools.filter((one) => mode() !== 'some' || isAllowed(one, now.tools)).map((one) => one.name));
   const rows = h('div', { class: 'tool-rows' });
   const group = newName('tools');
 
