@@ -308,7 +308,7 @@ async def test_a_second_service_of_one_provider_leaves_the_first(panel: Panel, w
 
     def saved() -> dict[str, str | None]:
         known = [one for one in panel.society.services if one.id != "main"]
-        return {one.id: one.api_key and one.api_key.reveal() for one in known}
+        return {one.id: one.api_key.reveal() if one.api_key else None for one in known}
 
     await add("sk-of-the-first")
     await expect(form).to_have_count(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from playwright.async_api import Route, ViewportSize, expect
 
@@ -94,7 +96,7 @@ def _preset(name: str, address: str, key: str | None) -> dict[str, object]:
 
 async def test_a_typed_key_is_sent_to_no_other_address(panel: Panel, words: Words) -> None:
     await without_model(panel)
-    asked: list[dict[str, object]] = []
+    asked: list[Any] = []
     context = await panel.browser(locale=words.locale)
 
     async def offer(route: Route) -> None:
