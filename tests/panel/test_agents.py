@@ -148,6 +148,28 @@ async def test_a_restored_form_has_the_chosen_tools(panel: Panel, tmp_path: Path
     assert agents_of(tmp_path)["ada"]["tools"] == ["look"]
 
 
+async def test_a_ticked_tool_keeps_the_patterns_of_others(panel: Panel, tmp_path: Path) -> None:
+    page = await panel.open("#/agents")
+
+    async def saved(before: list[str], tool: str, *, is_on: bool) -> object:
+        await panel.society.definitions.change("ada", {"tools": before})
+        await page.goto(f"{panel.url}/#/agents/ada/edit")
+        await page.get_by_test_id(f"tool-{tool}").set_checked(is_on)
+        await page.get_by_test_id("agent-save").click()
+        await expect(page.locator(".agent-page")).to_be_visible()
+        return agents_of(tmp_path)["ada"]["tools"]
+
+    # `files` is an MCP server that does not run now.
+    before = ["files__*", "r[a-j]*", "!old__*"]
+    assert await saved(before, "look", is_on=True) == ["files__*", "r[a-j]*", "look", "!old__*"]
+    assert await saved(before, "ring", is_on=False) == ["files__*", "!old__*"]
+    assert await saved(["?oo*", "files__*"], "spawn_agent", is_on=False) == ["?oo*", "files__*", "!spawn_agent"]
+    assert await saved(["*", "!dangerous"], "spawn_agent", is_on=False) == ["*", "!dangerous", "!spawn_agent"]
+    assert await saved(["!dang*"], "spawn_agent", is_on=False) == ["*", "!dang*", "!spawn_agent"]
+    assert await saved(["*", "!dangerous"], "ring", is_on=False) == ["look", "!dangerous"]
+    assert await saved(["files__*", "!spawn_*"], "spawn_agent", is_on=True) == ["files__*"]
+
+
 @pytest.mark.parametrize("locale", WORDS)
 async def test_the_page_of_an_agent_tells_what_it_is_has_and_remembers(panel: Panel, locale: str) -> None:
     await panel.society.definitions.change("ada", {"role": "Analyst", "prompt": "You count."})

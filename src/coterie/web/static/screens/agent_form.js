@@ -147,16 +147,26 @@ function isAllowed(tool, patterns) {
   return tool.builtIn || !named.length || named.some((one) => matches(tool, one));
 }
 
-/** Patterns for the chosen tools. A list that only excludes would allow all others, so it names one at least. */
-function patternsOf(chosen, tools) {
-  const names = tools.filter((one) => !one.builtIn && chosen.has(one.name)).map((one) => one.name);
-  const without = tools.filter((one) => one.builtIn && !chosen.has(one.name)).map((one) => `!${one.name}`);
-  return [...(names.length ? names : [MESSENGER]), ...without];
+/**
+ * Patterns for the chosen tools, with those of `before` that still say the same, or match no tool that runs now: a server
+ * that is down keeps its place. A list that only excludes would allow all others, so the result names one tool at least.
+ */
+function patternsOf(chosen, tools, before) {
+  const isChosen = (tool) => chosen.has(tool.name);
+  const among = (tool, patterns) => patterns.some((one) => matches(tool, one));
+  const without = excluded(before).filter((one) => !tools.some((tool) => isChosen(tool) && matches(tool, one)));
+  without.push(...tools.filter((tool) => tool.builtIn && !isChosen(tool) && !among(tool, without)).map((tool) => tool.name));
+  const named = before.length && !included(before).length ? ['*'] : included(before);
+  const kept = named.filter((one) => one !== MESSENGER && tools.every((tool) => isChosen(tool) || !matches(tool, one) || among(tool, without)));
+  const names = [...kept, ...tools.filter((tool) => !tool.builtIn && isChosen(tool) && !among(tool, kept)).map((tool) => tool.name)];
+  return [...(names.length ? names : [MESSENGER]), ...without.map((one) => `!${one}`)];
 }
 
 function toolPicker(tools, now, changed) {
   const mode = () => (!now.tools.length ? 'none' : same(now.tools, ['*']) ? 'all' : 'some');
   const chosen = new Set(tools.filter((one) => mode() !== 'some' || isAllowed(one, now.tools)).map((one) => one.name));
+  let patterns = mode() === 'some' ? now.tools : [];
+  const choose = () => (now.tools = patterns = patternsOf(chosen, tools, patterns));
   const rows = h('div', { class: 'tool-rows' });
   const group = newName('tools');
 
@@ -170,14 +180,15 @@ function toolPicker(tools, now, changed) {
     box.checked = chosen.has(one.name);
     box.addEventListener('change', () => {
       chosen[box.checked ? 'add' : 'delete'](one.name);
-      now.tools = patternsOf(chosen, tools);
+      choose();
       changed();
     });
     return h('label', { class: 'tool-row' }, box, h('span', { class: 'tool-words' }, h('code', { text: one.name }), one.approval && h('span', { class: 'tag asks', text: t('asksFirst') }),
       h('span', { class: 'meta', dir: 'auto', text: toolDoes(one) })));
   };
   const pick = (value) => {
-    now.tools = value === 'all' ? ['*'] : value === 'none' ? [] : patternsOf(chosen, tools);
+    if (value === 'some') choose();
+    else now.tools = value === 'all' ? ['*'] : [];
     changed();
     draw();
   };
