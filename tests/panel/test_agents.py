@@ -170,6 +170,24 @@ async def test_a_ticked_tool_keeps_the_patterns_of_others(panel: Panel, tmp_path
     assert await saved(["files__*", "!spawn_*"], "spawn_agent", is_on=True) == ["files__*"]
 
 
+async def test_a_restored_form_says_that_the_agent_was_changed_meanwhile(panel: Panel, words: Words) -> None:
+    page = await panel.open("#/agents/bob/edit", locale=words.locale)
+    problem = page.get_by_role("alert").filter(has_text=words("definitionsChanged"))
+    await page.get_by_test_id("agent-prompt").fill("You sing.")
+    await panel.society.definitions.change("bob", {"role": "Builder"})
+    await page.reload()
+    await expect(page.get_by_test_id("form-restored")).to_be_visible()
+    await expect(problem).to_be_hidden()  # another field
+    await panel.society.definitions.change("bob", {"prompt": "You paint."})
+    for _ in range(2):
+        await page.reload()
+        await expect(problem).to_be_visible()
+        await expect(page.get_by_test_id("agent-prompt")).to_have_value("You sing.")
+    await page.get_by_test_id("form-restored").get_by_role("button").click()
+    await expect(page.get_by_test_id("agent-prompt")).to_have_value("You paint.")
+    await expect(problem).to_be_hidden()
+
+
 @pytest.mark.parametrize("locale", WORDS)
 async def test_the_page_of_an_agent_tells_what_it_is_has_and_remembers(panel: Panel, locale: str) -> None:
     await panel.society.definitions.change("ada", {"role": "Analyst", "prompt": "You count."})

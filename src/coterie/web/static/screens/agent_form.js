@@ -16,11 +16,13 @@ const same = (one, other) => JSON.stringify(one ?? null) === JSON.stringify(othe
 
 const kept = (id, from) => `coterie.form.${id ?? ['new', from.name].join('.')}`;
 
+/** `fields`: what was typed and not saved; `before`: the same fields of the definition that they were typed for. */
 function readKept(key) {
+  const none = { fields: {}, before: {} };
   try {
-    return JSON.parse(sessionStorage.getItem(key)) ?? {};
+    return { ...none, ...JSON.parse(sessionStorage.getItem(key)) };
   } catch {
-    return {};
+    return none;
   }
 }
 
@@ -28,15 +30,17 @@ function readKept(key) {
 export function agentForm(root, { from, id, known, tools, services, templates }) {
   const key = kept(id, from);
   const before = { ...EMPTY, ...Object.fromEntries(FIELDS.filter((name) => from[name] !== undefined).map((name) => [name, from[name]])) };
-  const typed = readKept(key);
+  const { fields: typed, before: base } = readKept(key);
+  const overwrites = Boolean(id) && Object.keys(typed).some((name) => !same(base[name], before[name]) && !same(typed[name], before[name]));
   const now = { ...before, ...typed };
   let version = known.version;
 
-  const problem = h('p', { class: 'inline-error', role: 'alert', hidden: true });
+  const problem = h('p', { class: 'inline-error', role: 'alert', hidden: !overwrites, text: overwrites ? t('definitionsChanged') : '' });
   const preview = h('span', { class: 'avatar-preview' });
   const changed = () => {
     const different = Object.fromEntries(FIELDS.filter((name) => !same(now[name], before[name])).map((name) => [name, now[name]]));
-    if (Object.keys(different).length) sessionStorage.setItem(key, JSON.stringify(different));
+    const typedFor = Object.fromEntries(Object.keys(different).map((name) => [name, name in base ? base[name] : before[name]]));
+    if (Object.keys(different).length) sessionStorage.setItem(key, JSON.stringify({ fields: different, before: typedFor }));
     else sessionStorage.removeItem(key);
     fill(preview, avatar({ ...now, id: id ?? now.name }));
     return different;
