@@ -14,7 +14,7 @@ from playwright.async_api import Route, expect
 
 from tests.agent.held_answer import HeldAnswer
 from tests.panel import ui
-from tests.panel.harness import PHONE, Panel, eventually_in
+from tests.panel.harness import PHONE, Panel, eventually_in, fail_requests, record_bodies
 from tests.panel.words import Words
 
 TITLE = '[data-testid="title"]'
@@ -186,6 +186,23 @@ async def test_a_restored_form_says_that_the_agent_was_changed_meanwhile(panel: 
     await page.get_by_test_id("form-restored").get_by_role("button").click()
     await expect(page.get_by_test_id("agent-prompt")).to_have_value("You paint.")
     await expect(problem).to_be_hidden()
+
+
+@pytest.mark.parametrize("place", ["agents/new", "agents/new?template=team"], ids=["agent", "team"])
+async def test_what_was_created_is_not_created_again_if_the_page_cannot_be_read_anew(
+    panel: Panel, tmp_path: Path, place: str
+) -> None:
+    page = await panel.open(f"#/{place}")
+    before = len(agents_of(tmp_path))
+    panel.allow("503")
+    await fail_requests(page, 503, path="**/api/v1/snapshot*", method="GET")
+    posts = record_bodies(page, path="/api/v1/definitions")
+    if place == "agents/new":
+        await page.get_by_test_id("agent-name").fill("Zoë")
+    await page.locator("[data-testid=agent-save], [data-testid=team-save]").click()
+    await expect(page.locator(TITLE)).to_have_text("Zoë" if place == "agents/new" else WORDS["en-US"]["lead"])
+    assert len(posts) == 1
+    assert len(agents_of(tmp_path)) == before + len(posts[0]["agents"])
 
 
 @pytest.mark.parametrize("locale", WORDS)

@@ -16,6 +16,9 @@ const same = (one, other) => JSON.stringify(one ?? null) === JSON.stringify(othe
 
 const kept = (id, from) => `coterie.form.${id ?? ['new', from.name].join('.')}`;
 
+/** Reads the agents again. A failure must not look like a failed save: a second one would create a second agent. */
+const refresh = () => resync().catch(() => {});
+
 /** `fields`: what was typed and not saved; `before`: the same fields of the definition that they were typed for. */
 function readKept(key) {
   const none = { fields: {}, before: {} };
@@ -82,7 +85,7 @@ export function agentForm(root, { from, id, known, tools, services, templates })
         ({ ids: [created] } = await post('/definitions', { agents: [fields] }));
         toast({ text: t('agentCreated', { name: now.name }) });
       }
-      await resync();
+      await refresh();
       leave(id ? pagePath(id) : agentPath(created));
     } catch (error) {
       await refused(error);
@@ -237,7 +240,7 @@ export function teamForm(root, { template, services }) {
   const write = async () => {
     const { ids } = await post('/definitions', { agents: agents.map((one) => ({ ...one, ...(service && { service }) })) });
     toast({ text: t('teamCreated', { names: agents.map((one) => one.name).join(t('comma')) }) });
-    await resync();
+    await refresh();
     go(agentPath(ids[0]));
   };
   const row = (one) => {
