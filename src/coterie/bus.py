@@ -222,13 +222,18 @@ class MessageBus:
         every: object = None,
         time_zone: object = None,
         paused: bool | None = None,
+        delay_ms: object = None,
         by: str = PERSON,
     ) -> Schedule:
-        """Change when a recurring message is due, pause it or resume it. What is None stays as it is."""
+        """Change when a recurring message is due, pause it or resume it. What is None stays as it is.
+
+        `delay_ms`: the next one is due no earlier than so many milliseconds from now.
+        """
         if every is None and time_zone is not None:
             raise Refused("every_invalid", "timeZone needs every: give both")
         text = None if every is None else parse_recurrence(every, time_zone).text
-        schedule = await self._store.change_schedule(schedule_id, by, every=text, paused=paused)
+        delay = None if delay_ms is None else validate_delay(delay_ms)
+        schedule = await self._store.change_schedule(schedule_id, by, every=text, paused=paused, delay=delay)
         self._rearm.set()
         self.notify()
         return schedule

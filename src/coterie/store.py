@@ -274,11 +274,18 @@ class Store(RetentionStore, Protocol):
         ...
 
     async def change_schedule(
-        self, schedule_id: str, by: str, *, every: str | None = None, paused: bool | None = None
+        self,
+        schedule_id: str,
+        by: str,
+        *,
+        every: str | None = None,
+        paused: bool | None = None,
+        delay: timedelta | None = None,
     ) -> Schedule:
         """Change the recurrence of a schedule, pause or resume it. `Refused` if it ended or is not from `by`.
 
-        Its next occurrence is withdrawn, and unless it is paused replaced by one that is due as `every` says.
+        A new recurrence moves the next occurrence to its first due time; with `delay`, to the first one that is not
+        before `delay` from now. A pause withdraws the next occurrence, a resume stores another.
         """
         ...
 

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from playwright.async_api import Locator, Page, Route, expect
 
+from coterie.messages import Message
 from coterie.testing import Calls, Says
 from tests.agent.stage import Bell
 from tests.panel import ui
@@ -378,6 +379,101 @@ async def test_a_new_text_of_a_recurring_message_keeps_its_time_zone(panel: Pane
     await expect(row).to_contain_text("Good evening")
     changed = [schedule.every for schedule in await panel.society.store.schedules()]
     assert changed == ["daily 20:15 Europe/Berlin"]
+
+
+async def _edit_scheduled(
+    panel: Panel, *, when: str | None = None, every: str | None = None, text: str | None = None, zone: str = "UTC"
+) -> Message:
+    """Edit the only scheduled message in the page; return the scheduled message after it."""
+    page = await panel.open("#/delayed", timezone_id=zone)
+    await page.locator(".screen .delayed-item").get_by_test_id("delayed-edit").click()
+    if when:
+        await page.get_by_test_id("when-at").fill(when)
+    if every:
+        await page.get_by_test_id("when-repeat").select_option("custom")
+        await page.get_by_test_id("when-custom").fill(every)
+    if text:
+        await page.get_by_test_id("when-text").fill(text)
+    await page.get_by_test_id("when-save").click()
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+    (message,) = await panel.society.store.delayed(None, limit=5)
+    await page.close()
+    return message
+
+
+def _is_due(message: Message, due: datetime) -> bool:
+    """True if the message is due then. The delay is counted by the page, so a request may add some milliseconds."""
+    assert message.deliver_at is not None
+    return abs(message.deliver_at - due) < timedelta(seconds=5)
+
+
+def _days_from_now(days: int, hour: int, minute: int = 0) -> datetime:
+    return (datetime.now(UTC) + timedelta(days=days)).replace(hour=hour, minute=minute, second=0, microsecond=0)
+
+
+def _typed(due: datetime) -> str:
+    return due.strftime("%Y-%m-%dT%H:%M")
+
+
+async def test_one_occurrence_of_a_recurring_message_is_moved_to_the_chosen_time(panel: Panel) -> None:
+    sent = await panel.society.send(to="ada", text="Stand up", every="daily 08:00 Asia/Tokyo")
+    (before,) = await panel.society.store.delayed(None, limit=5)
+    same = await _edit_scheduled(panel)
+    assert (same.id, same.deliver_at) == (sent.message_id, before.deliver_at)
+    due = _days_from_now(3, 10)
+    moved = await _edit_scheduled(panel, when=_typed(due))
+    assert (moved.id, moved.every) == (sent.message_id, "daily 08:00 Asia/Tokyo") and _is_due(moved, due)
+    again = await _edit_scheduled(panel)
+    assert again.deliver_at == moved.deliver_at
+
+
+async def test_an_interval_keeps_its_time_however_often_it_is_edited(panel: Panel) -> None:
+    due = _days_from_now(2, 10)
+    await panel.society.send(to="ada", text="Stretch", delay_ms=3_600_000)
+    message = await _edit_scheduled(panel, when=_typed(due), every="2 hours")
+    assert message.every == "2 hours" and _is_due(message, due)
+    for text in ("Walk", "Rest", "Stand"):
+        message = await _edit_scheduled(panel, text=text)
+        assert message.payload["text"] == text and _is_due(message, due)
+    message = await _edit_scheduled(panel, every="3 hours")
+    assert message.every == "3 hours" and _is_due(message, due)
+
+
+async def test_a_changed_recurrence_starts_on_the_chosen_day(panel: Panel) -> None:
+    sent = await panel.society.send(to="ada", text="Stand up", every="daily 08:00 UTC")
+    due = _days_from_now(5, 10, 30)
+    message = await _edit_scheduled(panel, when=_typed(due))  # the same kind at the new time
+    assert (message.id, message.every, message.deliver_at) == (sent.message_id, "daily 10:30 UTC", due)
+    message = await _edit_scheduled(panel, text="Sit down")
+    assert (message.every, message.deliver_at) == ("daily 10:30 UTC", due)
+    # A date that was not chosen is no start.
+    message = await _edit_scheduled(panel, every="daily 09:45")
+    assert message.deliver_at is not None and message.deliver_at - datetime.now(UTC) < timedelta(days=1)
+    assert (message.deliver_at.hour, message.deliver_at.minute) == (9, 45)
+
+
+@pytest.mark.parametrize(
+    ("start", "every"),
+    [
+        ("2031-01-15T09:30", "monthly 15 09:30"),
+        ("2031-01-29T09:30", "monthly 29 09:30"),
+        ("2031-01-30T09:30", "monthly 30 09:30"),
+        ("2031-01-31T09:30", "monthly last 09:30"),
+        ("2031-02-28T09:30", "monthly 28 09:30"),
+        ("2031-04-30T09:30", "monthly last 09:30"),
+    ],
+)
+async def test_a_monthly_message_starts_on_the_chosen_day(panel: Panel, words: Words, start: str, every: str) -> None:
+    page = await panel.open(timezone_id="UTC", locale=words.locale)
+    await page.locator(ui.COMPOSER).fill("Pay the rent")
+    await page.get_by_test_id("send-later").click()
+    await page.get_by_test_id("when-at").fill(start)
+    label = words("repeatMonthlyLast" if "last" in every else "repeatMonthly")
+    await page.get_by_test_id("when-repeat").select_option(label=label)
+    await page.get_by_test_id("when-save").click()
+    await expect(page.locator(ui.TOAST)).to_be_visible()
+    (message,) = await panel.society.store.delayed(None, limit=5)
+    assert (message.every, message.deliver_at) == (f"{every} UTC", datetime.fromisoformat(f"{start}:00+00:00"))
 
 
 async def test_a_refused_edit_of_a_scheduled_message_keeps_it(panel: Panel) -> None:

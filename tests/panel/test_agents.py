@@ -14,7 +14,7 @@ from playwright.async_api import Route, expect
 
 from tests.agent.held_answer import HeldAnswer
 from tests.panel import ui
-from tests.panel.harness import PHONE, Panel, eventually_in
+from tests.panel.harness import PHONE, Panel, eventually_in, fail_requests, record_bodies
 from tests.panel.words import Words
 
 TITLE = '[data-testid="title"]'
@@ -131,6 +131,78 @@ async def test_a_change_by_hand_is_reported_and_the_text_is_kept(panel: Panel, t
     await page.get_by_test_id("agent-save").click()
     await expect(page.locator(".agent-page")).to_contain_text("Builder")
     assert agents_of(tmp_path)["bob"]["role"] == "Builder" and agents_of(tmp_path)["new"]["name"] == "By hand"
+
+
+async def test_a_restored_form_has_the_chosen_tools(panel: Panel, tmp_path: Path) -> None:
+    await panel.society.definitions.change("ada", {"tools": ["ring"]})
+    page = await panel.open("#/agents/ada/edit")
+    await page.get_by_test_id("tool-look").check()
+    await page.reload()
+    await expect(page.get_by_test_id("form-restored")).to_be_visible()
+    await expect(page.get_by_test_id("tool-look")).to_be_checked()
+    await expect(page.get_by_test_id("tool-ring")).to_be_checked()
+    await expect(page.get_by_test_id("tool-dangerous")).not_to_be_checked()
+    await page.get_by_test_id("tool-ring").uncheck()
+    await page.get_by_test_id("agent-save").click()
+    await expect(page.locator(".agent-page")).to_be_visible()
+    assert agents_of(tmp_path)["ada"]["tools"] == ["look"]
+
+
+async def test_a_ticked_tool_keeps_the_patterns_of_others(panel: Panel, tmp_path: Path) -> None:
+    page = await panel.open("#/agents")
+
+    async def saved(before: list[str], tool: str, *, is_on: bool) -> object:
+        await panel.society.definitions.change("ada", {"tools": before})
+        await page.goto(f"{panel.url}/#/agents/ada/edit")
+        await page.get_by_test_id(f"tool-{tool}").set_checked(is_on)
+        await page.get_by_test_id("agent-save").click()
+        await expect(page.locator(".agent-page")).to_be_visible()
+        return agents_of(tmp_path)["ada"]["tools"]
+
+    # `files` is an MCP server that does not run now.
+    before = ["files__*", "r[a-j]*", "!old__*"]
+    assert await saved(before, "look", is_on=True) == ["files__*", "r[a-j]*", "look", "!old__*"]
+    assert await saved(before, "ring", is_on=False) == ["files__*", "!old__*"]
+    assert await saved(["?oo*", "files__*"], "spawn_agent", is_on=False) == ["?oo*", "files__*", "!spawn_agent"]
+    assert await saved(["*", "!dangerous"], "spawn_agent", is_on=False) == ["*", "!dangerous", "!spawn_agent"]
+    assert await saved(["!dang*"], "spawn_agent", is_on=False) == ["*", "!dang*", "!spawn_agent"]
+    assert await saved(["*", "!dangerous"], "ring", is_on=False) == ["look", "!dangerous"]
+    assert await saved(["files__*", "!spawn_*"], "spawn_agent", is_on=True) == ["files__*"]
+
+
+async def test_a_restored_form_says_that_the_agent_was_changed_meanwhile(panel: Panel, words: Words) -> None:
+    page = await panel.open("#/agents/bob/edit", locale=words.locale)
+    problem = page.get_by_role("alert").filter(has_text=words("definitionsChanged"))
+    await page.get_by_test_id("agent-prompt").fill("You sing.")
+    await panel.society.definitions.change("bob", {"role": "Builder"})
+    await page.reload()
+    await expect(page.get_by_test_id("form-restored")).to_be_visible()
+    await expect(problem).to_be_hidden()  # another field
+    await panel.society.definitions.change("bob", {"prompt": "You paint."})
+    for _ in range(2):
+        await page.reload()
+        await expect(problem).to_be_visible()
+        await expect(page.get_by_test_id("agent-prompt")).to_have_value("You sing.")
+    await page.get_by_test_id("form-restored").get_by_role("button").click()
+    await expect(page.get_by_test_id("agent-prompt")).to_have_value("You paint.")
+    await expect(problem).to_be_hidden()
+
+
+@pytest.mark.parametrize("place", ["agents/new", "agents/new?template=team"], ids=["agent", "team"])
+async def test_what_was_created_is_not_created_again_if_the_page_cannot_be_read_anew(
+    panel: Panel, tmp_path: Path, place: str
+) -> None:
+    page = await panel.open(f"#/{place}")
+    before = len(agents_of(tmp_path))
+    panel.allow("503")
+    await fail_requests(page, 503, path="**/api/v1/snapshot*", method="GET")
+    posts = record_bodies(page, path="/api/v1/definitions")
+    if place == "agents/new":
+        await page.get_by_test_id("agent-name").fill("Zoë")
+    await page.locator("[data-testid=agent-save], [data-testid=team-save]").click()
+    await expect(page.locator(TITLE)).to_have_text("Zoë" if place == "agents/new" else WORDS["en-US"]["lead"])
+    assert len(posts) == 1
+    assert len(agents_of(tmp_path)) == before + len(posts[0]["agents"])
 
 
 @pytest.mark.parametrize("locale", WORDS)

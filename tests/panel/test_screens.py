@@ -292,6 +292,50 @@ async def test_a_saved_key_is_never_shown(panel: Panel) -> None:
     await expect(card).to_have_count(0)
 
 
+async def test_a_second_service_of_one_provider_leaves_the_first(panel: Panel, words: Words) -> None:
+    page = await panel.open("#/setup", locale=words.locale)
+    form = page.locator(".service-form")
+
+    async def add(key: str, service_id: str | None = None) -> None:
+        await page.get_by_role("button", name=words("setupAdd"), exact=True).click()
+        await form.get_by_label(words("preset")).select_option("ollama")
+        if service_id:
+            await form.get_by_label(words("serviceId")).fill(service_id)
+        await form.get_by_label(words("baseURL")).fill(panel.server.base_url)
+        await form.get_by_test_id("model").fill("m2")
+        await form.get_by_test_id("service-key").fill(key)
+        await form.get_by_role("button", name=words("save")).click()
+
+    def saved() -> dict[str, str | None]:
+        known = [one for one in panel.society.services if one.id != "main"]
+        return {one.id: one.api_key.reveal() if one.api_key else None for one in known}
+
+    await add("sk-of-the-first")
+    await expect(form).to_have_count(0)
+    first = panel.society.setup.view("ollama").entry
+    await add("sk-of-the-third", "ollama")
+    await expect(form.get_by_role("alert")).to_have_text(words("serviceIdTaken", id="ollama"))
+    assert saved() == {"ollama": "sk-of-the-first"}
+    await form.get_by_label(words("serviceId")).fill("third")
+    await expect(form.get_by_role("alert")).to_be_hidden()
+    await form.get_by_role("button", name=words("save")).click()
+    await expect(form).to_have_count(0)
+    await add("sk-of-the-second")
+    await expect(form).to_have_count(0)
+    assert saved() == {"ollama": "sk-of-the-first", "third": "sk-of-the-third", "ollama-2": "sk-of-the-second"}
+    assert panel.society.setup.view("ollama").entry == first
+
+
+async def test_another_preset_of_a_service_clears_the_typed_key(panel: Panel) -> None:
+    page = await panel.open("#/setup")
+    await page.get_by_role("button", name="Add a service").click()
+    form = page.locator(".service-form")
+    await form.get_by_label("Provider").select_option("openai")
+    await form.get_by_label("Key").fill("sk-canary-0123456789")
+    await form.get_by_label("Provider").select_option("ollama")
+    await expect(form.get_by_label("Key")).to_have_value("")
+
+
 async def test_a_changed_address_requires_the_key_again(panel: Panel) -> None:
     async with ModelServer(models={"m2"}) as elsewhere:
         await panel.society.setup.put(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from playwright.async_api import ViewportSize, expect
+from playwright.async_api import Route, ViewportSize, expect
 
 from coterie.testing import ModelServer
 from tests.panel import newcomer, ui
@@ -85,3 +87,76 @@ async def test_a_service_that_answered_real_requests_is_not_called_untested(pane
     await expect(page.locator('[data-service="main"] .outcome')).to_contain_text(
         words("serviceAnswers", n=words("n_one_requests", n=1))
     )
+
+
+def _preset(name: str, address: str, key: str | None) -> dict[str, object]:
+    known = {"id": name, "name": name.title(), "provider": "openai", "baseURL": address, "apiKey": key}
+    return known | {"models": [], "capabilities": None}
+
+
+async def test_a_typed_key_is_sent_to_no_other_address(panel: Panel, words: Words) -> None:
+    await without_model(panel)
+    asked: list[Any] = []
+    context = await panel.browser(locale=words.locale)
+
+    async def offer(route: Route) -> None:
+        found = await (await route.fetch()).json()
+        presets = [_preset(one, f"http://{one}.test/v1", f"${{{one.upper()}_KEY}}") for one in ("first", "second")]
+        offers = [_preset("there", "http://there.test/v1", "${THERE_KEY}")]
+        await route.fulfill(json=found | {"offers": offers, "presets": presets})
+
+    async def models(route: Route) -> None:
+        asked.append(route.request.post_data_json)
+        await route.fulfill(json={"code": "ok", "models": [f"of-{asked[-1]['name']}"], "detail": ""})
+
+    await context.route("**/api/v1/services?probe=true", offer)
+    await context.route("**/api/v1/services/*/models", models)
+    page = await panel.open("#/start", context=context)
+    preset, key = page.locator(".start-form select").first, page.get_by_test_id("start-key")
+    status, url = page.get_by_test_id("models-status"), page.get_by_test_id("start-url")
+    await expect(status).to_have_text(words("modelsFound", n=1))
+
+    async def enter(text: str) -> None:
+        await key.fill(text)
+        await key.press("Tab")
+        await expect(status).to_have_text(words("modelsFound", n=1))
+
+    await preset.select_option("first")
+    await expect(status).to_have_text("")
+    await enter("sk-of-the-first")
+    await expect(page.get_by_test_id("models")).to_have_count(1)
+    await preset.select_option("second")
+    await expect(key).to_have_value("")
+    await expect(page.get_by_test_id("models")).to_have_count(0)
+    await expect(page.get_by_test_id("model")).to_have_value("")
+    await enter("sk-of-the-second")
+    await preset.select_option("there")
+    await expect(page.get_by_test_id("model")).to_have_value("of-There")
+    assert [(one["name"], one.get("key"), one.get("apiKey")) for one in asked] == [
+        ("There", None, "${THERE_KEY}"),
+        ("First", "sk-of-the-first", None),
+        ("Second", "sk-of-the-second", None),
+        ("There", None, "${THERE_KEY}"),
+    ]
+
+    # An address without a preset.
+    del asked[:]
+    await preset.select_option("other")
+    await key.fill("sk-before-the-address")
+    await url.fill("http://a.test/v1")
+    await url.press("Tab")
+    await expect(status).to_have_text(words("modelsFound", n=1))
+    await url.fill("http://a.test/v2")
+    await url.press("Tab")
+    await expect(key).to_have_value("sk-before-the-address")
+    await url.fill("http://b.test/v2")
+    await url.press("Tab")
+    await expect(key).to_have_value("")
+    await expect(page.locator(".start-form")).to_contain_text(words("keyAgain"))
+    await expect(status).to_have_text(words("modelsFound", n=1))
+    sent = {str(one["baseURL"]): one.get("key") for one in asked}
+    assert sent == {
+        "http://a.test/v1": "sk-before-the-address",
+        "http://a.test/v2": "sk-before-the-address",
+        "http://b.test/v2": None,
+    }

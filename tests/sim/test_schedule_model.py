@@ -63,13 +63,19 @@ class ScheduleMachine(RuleBasedStateMachine):
             assert self.state[str(schedule_id)] == "ended" or recipients[schedule_id] in self.terminated
             self.state[str(schedule_id)] = "ended"
 
-    @rule(schedule=known, paused=st.sampled_from([None, True, False]), every=st.one_of(st.none(), EVERY))
-    def change(self, schedule: str, paused: bool | None, every: str | None) -> None:
+    @rule(
+        schedule=known,
+        paused=st.sampled_from([None, True, False]),
+        every=st.one_of(st.none(), EVERY),
+        seconds=st.sampled_from([None, 0, 1, 3_000, 200_000]),
+    )
+    def change(self, schedule: str, paused: bool | None, every: str | None, seconds: int | None) -> None:
+        delay = None if seconds is None else timedelta(seconds=seconds)
         if schedule not in self.state:
             return
         try:
             changed = self.world.transact(
-                lambda db, uow: schedules.change_schedule(db, uow, schedule, PERSON, every, paused)
+                lambda db, uow: schedules.change_schedule(db, uow, schedule, PERSON, every, paused, delay)
             )
         except Refused as refusal:
             if refusal.code == "already_ended":

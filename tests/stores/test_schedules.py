@@ -182,6 +182,31 @@ async def test_a_new_recurrence_moves_the_next_one(store: Store, clock: FakeCloc
     assert await due(store) == START + DAY + timedelta(hours=6)
 
 
+async def test_a_changed_schedule_starts_no_earlier_than_its_delay(store: Store, clock: FakeClock) -> None:
+    receipt = await store.send(recurring())
+    assert receipt.schedule_id is not None
+    await store.change_schedule(receipt.schedule_id, "user", every="daily 06:00 UTC", delay=5 * DAY)
+    assert await due(store) == START + 5 * DAY + timedelta(hours=6)
+    # the present recurrence, from then on
+    changed = await store.change_schedule(receipt.schedule_id, "user", delay=2 * DAY + timedelta(hours=7))
+    assert (changed.every, changed.message_id) == ("daily 06:00 UTC", receipt.message_id)
+    assert changed.due_at == await due(store) == START + 3 * DAY + timedelta(hours=6)
+    # an interval counts from its start
+    await store.change_schedule(receipt.schedule_id, "user", every="2 hours", delay=timedelta(minutes=10))
+    assert await due(store) == START + timedelta(minutes=10)
+    await to_time(store, clock, minutes=10)
+    assert await due(store) == START + timedelta(hours=2, minutes=10)
+
+
+async def test_a_paused_schedule_is_resumed_from_a_start(store: Store) -> None:
+    receipt = await store.send(recurring())
+    assert receipt.schedule_id is not None
+    await store.change_schedule(receipt.schedule_id, "user", paused=True)
+    await store.change_schedule(receipt.schedule_id, "user", every="daily 06:00 UTC", paused=False, delay=5 * DAY)
+    assert await due(store) == START + 5 * DAY + timedelta(hours=6)
+    assert await store.delayed_count() == 1
+
+
 async def test_one_message_can_be_moved_without_its_schedule(store: Society, clock: FakeClock) -> None:
     receipt = await store.send(recurring())
     await store.reschedule(receipt.message_id, timedelta(hours=1), "user")

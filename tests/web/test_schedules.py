@@ -80,6 +80,16 @@ async def test_a_recurring_message_is_paused_changed_resumed_and_ended(
     assert (refused.status_code, refused.json()["code"]) == (409, "already_ended")
 
 
+async def test_a_changed_recurrence_starts_when_it_is_told(client: httpx.AsyncClient) -> None:
+    path = f"{API}/schedules/{(await send(client))['scheduleId']}"
+    two_days = 2 * 86_400_000
+    change = {"every": "daily 10:00", "timeZone": "UTC", "delayMs": two_days}
+    assert (await client.patch(path, json=change)).json()["deliverAt"] == "2030-01-03T10:00:00.000Z"
+    assert (await client.patch(path, json={"delayMs": 0})).json()["deliverAt"] == "2030-01-01T10:00:00.000Z"
+    refused = await client.patch(path, json={"delayMs": "soon"})
+    assert (refused.status_code, refused.json()["code"]) == (422, "delayMs_invalid")
+
+
 @pytest.mark.parametrize(
     ("more", "expected"),
     [

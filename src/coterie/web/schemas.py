@@ -356,6 +356,14 @@ class ScheduleChange(Schema):
     every: Annotated[Any, Meta(extra_json_schema={"type": ["string", "null"]})] = None
     time_zone: Annotated[Any, Meta(extra_json_schema={"type": ["string", "null"]})] = None
     paused: bool | None = None
+    delay_ms: Annotated[
+        Any,
+        Meta(
+            extra_json_schema={"type": ["number", "null"]},
+            description="The next one is the first that is due no earlier than so many milliseconds from now; of an"
+            " interval, the one due then. Of a paused one, only together with `paused: false`.",
+        ),
+    ] = None
 
 
 def preview(message: messages.Message) -> str:

@@ -227,26 +227,33 @@ def skip_occurrence(db: Connection, uow: UnitOfWork, schedule_id: str) -> None:
 
 
 def change_schedule(
-    db: Connection, uow: UnitOfWork, schedule_id: str, by: str, every: str | None, paused: bool | None
+    db: Connection,
+    uow: UnitOfWork,
+    schedule_id: str,
+    by: str,
+    every: str | None,
+    paused: bool | None,
+    delay: timedelta | None = None,
 ) -> Schedule:
     schedule = _lock_schedule(db, uow, schedule_id, by)
     if schedule.state == "ended":
         raise Refused("already_ended", "this recurring message has ended: send a new one")
-    if every is not None and every != schedule.every:
-        schedule = _set_every(db, uow, schedule, every)
+    start = delay or timedelta(0)
+    if delay is not None or every not in (None, schedule.every):
+        schedule = _set_every(db, uow, schedule, every or schedule.every, start)
     if paused and schedule.state == "active":
         _withdraw_next(db, uow, schedule)
         set_state(db, uow, schedule_id, "paused")
     elif paused is False and schedule.state == "paused":
         uow.check_occurrence(schedule.recipient, [item.artifact_ref for item in _decode(schedule.payload).attachments])
-        first = to_ms(parse_recurrence(schedule.every).first(from_ms(uow.now)))
+        first = to_ms(parse_recurrence(schedule.every).first(from_ms(uow.now), start))
         store_occurrence(db, uow, schedule, first, schedule.previous_id)
     return _reload(db, schedule_id)
 
 
-def _set_every(db: Connection, uow: UnitOfWork, schedule: ScheduleRow, every: str) -> ScheduleRow:
-    """Change the recurrence, and move the next occurrence to its first due time."""
-    due_at = to_ms(parse_recurrence(every).first(from_ms(uow.now)))
+def _set_every(db: Connection, uow: UnitOfWork, schedule: ScheduleRow, every: str, delay: timedelta) -> ScheduleRow:
+    """Change the recurrence, and move the next occurrence to its first due time that is not before `delay` from now."""
+    due_at = to_ms(parse_recurrence(every).first(from_ms(uow.now), delay))
     db.execute(
         "UPDATE schedules SET every = :every, due_at = :due_at WHERE id = :id",
         {"every": every, "due_at": due_at, "id": schedule.id},

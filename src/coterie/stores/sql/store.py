@@ -330,9 +330,17 @@ class SqlStore(SqlOverview):
         return await self._transact(lambda db, uow: commands.reschedule(db, uow, message_id, delay, by))
 
     async def change_schedule(
-        self, schedule_id: str, by: str, *, every: str | None = None, paused: bool | None = None
+        self,
+        schedule_id: str,
+        by: str,
+        *,
+        every: str | None = None,
+        paused: bool | None = None,
+        delay: timedelta | None = None,
     ) -> Schedule:
-        return await self._transact(lambda db, uow: schedules.change_schedule(db, uow, schedule_id, by, every, paused))
+        return await self._transact(
+            lambda db, uow: schedules.change_schedule(db, uow, schedule_id, by, every, paused, delay)
+        )
 
     async def end_schedule(self, schedule_id: str, by: str) -> Schedule:
         return await self._transact(lambda db, uow: schedules.end_schedule(db, uow, schedule_id, by))

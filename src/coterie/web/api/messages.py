@@ -151,14 +151,14 @@ async def get_schedule(schedule_id: str, society: SocietyDep) -> Schedule:
     tags=["schedules"],
     summary="Change, pause or resume a recurring message",
     responses=problems(
-        "unknown_schedule", "already_ended", "recipient_terminated", "every_invalid", "attachment_unknown",
-        _422="`request_invalid`",
+        "unknown_schedule", "already_ended", "recipient_terminated", "every_invalid", "delayMs_invalid",
+        "attachment_unknown", _422="`request_invalid`",
     ),
 )  # fmt: skip
 async def change_schedule(schedule_id: str, body: ScheduleChange, society: SocietyDep) -> Schedule:
-    """A new recurrence moves the next message. A pause withdraws it; a resume makes another."""
+    """A new recurrence or a delay moves the next message. A pause withdraws it; a resume makes another."""
     changed = await society.bus.change_schedule(
-        schedule_id, every=body.every, time_zone=body.time_zone, paused=body.paused
+        schedule_id, every=body.every, time_zone=body.time_zone, paused=body.paused, delay_ms=body.delay_ms
     )
     return Schedule.of(changed)
 

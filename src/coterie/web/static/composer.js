@@ -419,8 +419,17 @@ function notSent(local, restores, error) {
 
 const shortOf = ({ text, files }) => (text.length > 80 ? `${text.slice(0, 80)}…` : text || files.map((one) => one.filename).join(', '));
 
+/** True for `15m` and `every 2 hours`: neither a time of day nor five cron fields. */
+export const isInterval = (every) => !every.includes(':') && every.trim().split(/\s+/).length < 5;
+
+/** Times of day have whole minutes: a start this much earlier finds the chosen one, however long the request takes. */
+const MARGIN_MS = 30_000;
+
 /** The fields of a request that make a message delayed or recurring. */
-export const planned = ({ at, every, timeZone }) => ({ ...(at && { delayMs: Math.max(0, Date.parse(at) - now()) }), ...(every && { every, timeZone }) });
+export function planned({ at, every, timeZone }) {
+  const early = every && !isInterval(every) ? MARGIN_MS : 0;
+  return { ...(at && { delayMs: Math.max(0, Date.parse(at) - early - now()) }), ...(every && { every, timeZone }) };
+}
 
 /** Sends a text of the page itself, without what is in the composer. */
 export const sendText = (agent, text, files = []) => deliver({ agent, text, files });

@@ -16,11 +16,16 @@ const same = (one, other) => JSON.stringify(one ?? null) === JSON.stringify(othe
 
 const kept = (id, from) => `coterie.form.${id ?? ['new', from.name].join('.')}`;
 
+/** Reads the agents again. A failure must not look like a failed save: a second one would create a second agent. */
+const refresh = () => resync().catch(() => {});
+
+/** `fields`: what was typed and not saved; `before`: the same fields of the definition that they were typed for. */
 function readKept(key) {
+  const none = { fields: {}, before: {} };
   try {
-    return JSON.parse(sessionStorage.getItem(key)) ?? {};
+    return { ...none, ...JSON.parse(sessionStorage.getItem(key)) };
   } catch {
-    return {};
+    return none;
   }
 }
 
@@ -28,15 +33,17 @@ function readKept(key) {
 export function agentForm(root, { from, id, known, tools, services, templates }) {
   const key = kept(id, from);
   const before = { ...EMPTY, ...Object.fromEntries(FIELDS.filter((name) => from[name] !== undefined).map((name) => [name, from[name]])) };
-  const typed = readKept(key);
+  const { fields: typed, before: base } = readKept(key);
+  const overwrites = Boolean(id) && Object.keys(typed).some((name) => !same(base[name], before[name]) && !same(typed[name], before[name]));
   const now = { ...before, ...typed };
   let version = known.version;
 
-  const problem = h('p', { class: 'inline-error', role: 'alert', hidden: true });
+  const problem = h('p', { class: 'inline-error', role: 'alert', hidden: !overwrites, text: overwrites ? t('definitionsChanged') : '' });
   const preview = h('span', { class: 'avatar-preview' });
   const changed = () => {
     const different = Object.fromEntries(FIELDS.filter((name) => !same(now[name], before[name])).map((name) => [name, now[name]]));
-    if (Object.keys(different).length) sessionStorage.setItem(key, JSON.stringify(different));
+    const typedFor = Object.fromEntries(Object.keys(different).map((name) => [name, name in base ? base[name] : before[name]]));
+    if (Object.keys(different).length) sessionStorage.setItem(key, JSON.stringify({ fields: different, before: typedFor }));
     else sessionStorage.removeItem(key);
     fill(preview, avatar({ ...now, id: id ?? now.name }));
     return different;
@@ -78,7 +85,7 @@ export function agentForm(root, { from, id, known, tools, services, templates })
         ({ ids: [created] } = await post('/definitions', { agents: [fields] }));
         toast({ text: t('agentCreated', { name: now.name }) });
       }
-      await resync();
+      await refresh();
       leave(id ? pagePath(id) : agentPath(created));
     } catch (error) {
       await refused(error);
@@ -110,7 +117,7 @@ export function agentForm(root, { from, id, known, tools, services, templates })
   field(t('agentField_description'), text('description', { rows: '2', maxlength: '500' }), t('descriptionHint')),
   field(t('agentField_prompt'), text('prompt', { rows: '9' }), t('promptHint')),
   h('div', { class: 'form-pair' }, field(t('agentField_service'), model), field(t('agentField_parent'), parent, t('parentHint'))),
-  toolPicker(tools, now, from.given, changed),
+  toolPicker(tools, now, changed),
   look(now, changed, text),
   problem,
   h('div', { class: 'modal-foot form-foot' },
@@ -124,17 +131,49 @@ export function agentForm(root, { from, id, known, tools, services, templates })
 
 // Tools: all, chosen ones, or none
 
-/** Patterns for the chosen tools. A list that only excludes would allow all others, so it names one at least. */
-function patternsOf(chosen, tools) {
-  const names = tools.filter((one) => !one.builtIn && chosen.has(one.name)).map((one) => one.name);
-  const without = tools.filter((one) => one.builtIn && !chosen.has(one.name)).map((one) => `!${one.name}`);
-  return [...(names.length ? names : [MESSENGER]), ...without];
+/** True if the pattern names the tool: `*`, `?` and `[a-z]` as in a shell. */
+function matches({ name }, pattern) {
+  const parts = pattern.replace(/\[(!?)(\]?[^\]]*)\]|[^]/g, (part, not, set) => {
+    if (set !== undefined) return `[${not ? '^' : ''}${set.replace(/[\\\]^[]/g, '\\$&')}]`;
+    return part === '*' ? '.*' : part === '?' ? '.' : part.replace(/[\\^$.|+()[\]{}/]/, '\\$&');
+  });
+  try {
+    return new RegExp(`^${parts}$`, 's').test(name);
+  } catch {
+    return false; // such as [z-a]
+  }
 }
 
-function toolPicker(tools, now, given, changed) {
+const included = (patterns) => patterns.filter((one) => !one.startsWith('!'));
+const excluded = (patterns) => patterns.filter((one) => one.startsWith('!')).map((one) => one.slice(1));
+
+/** True if the patterns allow the tool, by the rules of the server. */
+function isAllowed(tool, patterns) {
+  if (!patterns.length || excluded(patterns).some((one) => matches(tool, one))) return false;
+  const named = included(patterns);
+  return tool.builtIn || !named.length || named.some((one) => matches(tool, one));
+}
+
+/**
+ * Patterns for the chosen tools, with those of `before` that still say the same, or match no tool that runs now: a server
+ * that is down keeps its place. A list that only excludes would allow all others, so the result names one tool at least.
+ */
+function patternsOf(chosen, tools, before) {
+  const isChosen = (tool) => chosen.has(tool.name);
+  const among = (tool, patterns) => patterns.some((one) => matches(tool, one));
+  const without = excluded(before).filter((one) => !tools.some((tool) => isChosen(tool) && matches(tool, one)));
+  without.push(...tools.filter((tool) => tool.builtIn && !isChosen(tool) && !among(tool, without)).map((tool) => tool.name));
+  const named = before.length && !included(before).length ? ['*'] : included(before);
+  const kept = named.filter((one) => one !== MESSENGER && tools.every((tool) => isChosen(tool) || !matches(tool, one) || among(tool, without)));
+  const names = [...kept, ...tools.filter((tool) => !tool.builtIn && isChosen(tool) && !among(tool, kept)).map((tool) => tool.name)];
+  return [...(names.length ? names : [MESSENGER]), ...without.map((one) => `!${one}`)];
+}
+
+function toolPicker(tools, now, changed) {
   const mode = () => (!now.tools.length ? 'none' : same(now.tools, ['*']) ? 'all' : 'some');
-  const chosen = new Set(mode() === 'some' ? given ?? tools.filter((one) => one.builtIn || now.tools.includes(one.name)).map((one) => one.name) : tools.map((one) => one.name));
-  for (const pattern of now.tools) if (pattern.startsWith('!')) chosen.delete(pattern.slice(1));
+  const chosen = new Set(tools.filter((one) => mode() !== 'some' || isAllowed(one, now.tools)).map((one) => one.name));
+  let patterns = mode() === 'some' ? now.tools : [];
+  const choose = () => (now.tools = patterns = patternsOf(chosen, tools, patterns));
   const rows = h('div', { class: 'tool-rows' });
   const group = newName('tools');
 
@@ -148,14 +187,15 @@ function toolPicker(tools, now, given, changed) {
     box.checked = chosen.has(one.name);
     box.addEventListener('change', () => {
       chosen[box.checked ? 'add' : 'delete'](one.name);
-      now.tools = patternsOf(chosen, tools);
+      choose();
       changed();
     });
     return h('label', { class: 'tool-row' }, box, h('span', { class: 'tool-words' }, h('code', { text: one.name }), one.approval && h('span', { class: 'tag asks', text: t('asksFirst') }),
       h('span', { class: 'meta', dir: 'auto', text: toolDoes(one) })));
   };
   const pick = (value) => {
-    now.tools = value === 'all' ? ['*'] : value === 'none' ? [] : patternsOf(chosen, tools);
+    if (value === 'some') choose();
+    else now.tools = value === 'all' ? ['*'] : [];
     changed();
     draw();
   };
@@ -200,7 +240,7 @@ export function teamForm(root, { template, services }) {
   const write = async () => {
     const { ids } = await post('/definitions', { agents: agents.map((one) => ({ ...one, ...(service && { service }) })) });
     toast({ text: t('teamCreated', { names: agents.map((one) => one.name).join(t('comma')) }) });
-    await resync();
+    await refresh();
     go(agentPath(ids[0]));
   };
   const row = (one) => {

@@ -1,7 +1,7 @@
 // Delayed messages: by due time, with a countdown and a cancel button. Recurring ones can be paused and ended.
 
 import { del, newId, patch, query, send } from '../api.js';
-import { planned } from '../composer.js';
+import { isInterval, planned } from '../composer.js';
 import { button, empty, fill, flag, h, setText, sync } from '../dom.js';
 import { dayAndTime, digits, recurrence, t } from '../i18n.js';
 import { who } from '../message.js';
@@ -117,8 +117,11 @@ async function edit(message) {
   let clientId = newId();
   const save = async (plan) => {
     const rewritten = mine && (plan.text !== text || Boolean(plan.every) !== Boolean(every)); // sent again, by the person
-    if (!rewritten && plan.every !== every && every) return patch(schedulePath(message.scheduleId), { every: plan.every, timeZone: plan.timeZone });
-    if (!rewritten) return patch(messagePath(message.id), { delayMs: Math.max(0, Date.parse(plan.at ?? message.deliverAt) - now()) });
+    const moved = plan.at && Date.parse(plan.at) !== Date.parse(message.deliverAt);
+    // Other times of day begin with the first of them, unless the date was chosen, too.
+    if (!moved && every && plan.every !== every && !isInterval(plan.every ?? '')) plan = { ...plan, at: null };
+    if (!rewritten && plan.every !== every && every) return patch(schedulePath(message.scheduleId), planned(plan));
+    if (!rewritten) return moved ? patch(messagePath(message.id), { delayMs: Math.max(0, Date.parse(plan.at) - now()) }) : null;
     replaced.add(message.id);
     try {
       // The old one is removed last, because the server may refuse the new one.

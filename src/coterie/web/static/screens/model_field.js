@@ -17,9 +17,9 @@ export function modelField(value, request) {
 
   async function load() {
     const wanted = request();
-    if (!wanted) return;
     const mine = (turn += 1);
-    status.textContent = t('modelsLoading');
+    status.textContent = wanted ? t('modelsLoading') : '';
+    if (!wanted) return void fill(list); // the list of another service
     const found = await post(`/services/${encodeURIComponent(wanted.id)}/models`, wanted.fields).catch((error) => ({ code: 'error', models: [], detail: reasonOf(error) }));
     if (mine !== turn) return;
     const { code, models, detail } = found;

@@ -33,22 +33,30 @@ export function presets() {
   ].filter(Boolean);
 }
 
+/** From the 29th on, the last day of a month stands for the last day of every month. */
+function monthly(date, clock) {
+  const next = new Date(date.getFullYear(), date.getMonth(), date.getDate() + 1);
+  return date.getDate() > 28 && next.getDate() === 1 ? [`monthly last ${clock}`, t('repeatMonthlyLast')] : [`monthly ${date.getDate()} ${clock}`, t('repeatMonthly')];
+}
+
 /** Recurrences that fit a date, as the server writes them. */
 function recurrences(date) {
   const clock = `${two(date.getHours())}:${two(date.getMinutes())}`;
-  return [['', t('repeatNever')], [`daily ${clock}`, t('repeatDaily')], [`weekdays ${clock}`, t('repeatWeekdays')], [`${DAYS[date.getDay()]} ${clock}`, t('repeatWeekly')], [`monthly ${Math.min(date.getDate(), 28)} ${clock}`, t('repeatMonthly')], ['custom', t('repeatCustom')]];
+  return [['', t('repeatNever')], [`daily ${clock}`, t('repeatDaily')], [`weekdays ${clock}`, t('repeatWeekdays')], [`${DAYS[date.getDay()]} ${clock}`, t('repeatWeekly')], monthly(date, clock), ['custom', t('repeatCustom')]];
 }
 
 /**
  * Resolves to `{at, every, timeZone, text}`, or null. `text`: what is sent; with `edits` it can be changed.
  * `from`: the present time and recurrence of a scheduled message; without `edits` a single one stays single, a recurring
- * one recurring. `save(plan)` may throw to keep the dialog open.
+ * one recurring. `at` of an unchanged date is the present time, to the millisecond. `save(plan)` may throw to keep the dialog open.
  */
 export function askWhen({ title, text, edits = false, from = { at: null, every: null }, save = null }) {
   return new Promise((resolve) => {
     let said = null;
-    const start = from.at ? new Date(from.at) : at(1, 9);
-    const input = h('input', { type: 'datetime-local', required: true, min: local(new Date(now())), value: local(start), 'data-testid': 'when-at' });
+    // A time was counted from now, so it may be some milliseconds before the minute that was chosen.
+    const start = from.at ? new Date(Date.parse(from.at) + 1000) : at(1, 9);
+    const shown = local(start);
+    const input = h('input', { type: 'datetime-local', required: true, min: local(new Date(now())), value: shown, 'data-testid': 'when-at' });
     // A message that has only files needs no text.
     const words = edits && h('textarea', { rows: '3', dir: 'auto', required: Boolean(text), 'data-testid': 'when-text' });
     if (words) words.value = text;
@@ -84,8 +92,7 @@ export function askWhen({ title, text, edits = false, from = { at: null, every: 
       const plan = { at: when.toISOString(), every: (every === 'custom' ? custom.value.trim() : every) || null, timeZone: timeZone(), text: words ? words.value : text };
       if (!plan.every && when.getTime() <= now()) return refuse(t('whenPast'));
       // A recurrence has its own times: the date is only its start.
-      if (plan.every && when.getTime() <= now()) plan.at = null;
-      else if (plan.every) plan.at = new Date(when.getTime() - 60_000).toISOString();
+      if (when.getTime() <= now()) plan.at = null;
       try {
         await save?.(plan);
       } catch (error) {
@@ -101,7 +108,7 @@ export function askWhen({ title, text, edits = false, from = { at: null, every: 
     input.addEventListener('input', () => input.value && drawRepeat());
     const form = h('form', { class: 'when', onsubmit: (event) => {
       event.preventDefault();
-      finish(date());
+      finish(from.at && input.value === shown ? new Date(from.at) : date());
     } },
     words && field(t('whenText'), words),
     !from.at && h('div', { class: 'presets', role: 'group', 'aria-label': t('whenPresets') }, presets().map(([name, when]) =>

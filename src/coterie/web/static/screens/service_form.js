@@ -13,16 +13,36 @@ export const TEST_MS = 150_000; // three requests
 export const CAPABILITIES = [...INPUT, ...OUTPUT.slice(1)];
 
 /** `from`: a service or a preset; `known`: the service exists, and empty fields stay unchanged. */
-export function serviceForm(from, { known, offers, presets, saved, closed }) {
+export function serviceForm(from, { known, items, offers, presets, saved, closed }) {
+  const taken = new Set(known ? [] : items.map((one) => one.id));
   const text = (value, props = {}) => h('input', { type: 'text', autocomplete: 'off', spellcheck: 'false', value: value ?? '', ...props });
-  const id = text(from.id, { required: true, readonly: known });
+  const free = (wanted) => {
+    for (let n = 1; ; n += 1) {
+      const tried = n > 1 ? `${wanted}-${n}` : wanted;
+      if (!taken.has(tried)) return tried;
+    }
+  };
+  const id = text(from.id && free(from.id), { required: true, readonly: known });
   const name = text(from.name);
   const base = text(from.baseURL, { type: 'url', required: true });
-  const picker = modelField(from.model ?? from.models?.[0], () => (id.value.trim() && base.value.trim() ? { id: id.value.trim(), fields: fields() } : null));
+  const picker = modelField(from.model ?? from.models?.[0], () => (!isTaken() && id.value.trim() && base.value.trim() ? { id: id.value.trim(), fields: fields() } : null));
   const model = picker.input;
   const key = h('input', { type: 'password', autocomplete: 'new-password', spellcheck: 'false', 'data-testid': 'service-key' });
   const abilities = h('fieldset', { class: 'abilities' });
   const outcome = h('p', { class: 'outcome', role: 'status' });
+  // Saving under the id of another service would replace that service and its key.
+  const idProblem = h('p', { class: 'inline-error', role: 'alert', hidden: true });
+  const isTaken = () => {
+    const found = taken.has(id.value.trim());
+    idProblem.hidden = !found;
+    idProblem.textContent = found ? t('serviceIdTaken', { id: id.value.trim() }) : '';
+    return found;
+  };
+  const mayBeSent = () => {
+    if (isTaken()) id.focus();
+    return idProblem.hidden;
+  };
+  id.addEventListener('input', isTaken);
   const moved = () => known && from.apiKey && base.value.trim() !== from.baseURL;
   let apiKey = known ? undefined : from.apiKey;
   const can = { input: new Set(), output: new Set() };
@@ -45,12 +65,14 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
   const preset = (chosen) => {
     const one = presets.find((each) => each.id === chosen);
     if (!one) return;
-    if (!known) id.value = one.id;
-    [name.value, base.value] = [one.name, one.baseURL];
+    if (!known) id.value = free(one.id);
+    isTaken();
+    [name.value, base.value, key.value] = [one.name, one.baseURL, '']; // a typed key belongs to one provider
     declared = Boolean(one.capabilities);
     tick(one.capabilities ?? UNKNOWN);
     const offer = offers.find((each) => each.id === chosen);
     apiKey = offer?.apiKey;
+    keyField.lastChild.textContent = hint();
     if (offer?.models?.length && !model.value) model.value = offer.models[0];
   };
   const fields = () => {
@@ -70,17 +92,18 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
     const { tool_calling: tools, vision } = result.capabilities;
     if (!declared && (tools ?? vision) !== undefined) tick({ input: vision ? ['text', 'vision'] : ['text'], output: tools ?? true ? ['text', 'tool_calling'] : ['text'] });
   };
-  const test = button({ class: 'plain-btn', text: t('test'), onclick: () => form.reportValidity() && busy(test, runTest) });
+  const test = button({ class: 'plain-btn', text: t('test'), onclick: () => mayBeSent() && form.reportValidity() && busy(test, runTest) });
   const save = h('button', { type: 'submit', class: 'primary', text: t('save') });
   const form = h(
     'form',
     { class: 'card service-form', 'aria-label': t(known ? 'setupEdit' : 'setupAdd'), onsubmit: (event) => {
       event.preventDefault();
-      busy(save, () => put(path(), fields()).then(saved));
+      if (mayBeSent()) busy(save, () => put(path(), fields()).then(saved));
     } },
     h('h2', { text: t(known ? 'setupEdit' : 'setupAdd') }),
     !known && field(t('preset'), choice([['', t('presetOther')], ...presets.map((one) => [one.id, one.name])], presets.some((one) => one.id === from.id) ? from.id : '', preset)),
     field(t('serviceId'), id),
+    idProblem,
     field(t('serviceName'), name),
     field(t('baseURL'), base),
     picker.el,

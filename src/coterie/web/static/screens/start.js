@@ -14,6 +14,7 @@ import { busy, choice, failed, field, styled } from './parts.js';
 await styled('/static/screens/agents.css');
 
 const LATER = 'coterie.startLater';
+const originOf = (address) => /^\w+:\/\/[^/?#]+/.exec(address.trim())?.[0] ?? '';
 const living = () => [...state.agents.values()].filter((one) => one.kind !== 'person' && one.state !== 'terminated' && !one.retired);
 /** True if no agent has a real model. */
 const isUnconnected = () => living().length > 0 && living().every((one) => ['tour', 'tour-sees'].includes(one.service) || !one.service);
@@ -83,18 +84,31 @@ function connect(body, { presets, offers }, done) {
   const id = () => (chosen.id === 'other' ? 'main' : chosen.id);
   const needsKey = () => Boolean(chosen.apiKey) && !found.has(chosen.id);
   const model = modelField('', () => (base.value.trim() && (key.value || !needsKey()) ? { id: id(), fields: fields() } : null));
+  // A key is sent only to the address that it was typed for.
+  let origin = '';
+  const forgetKey = (hint) => {
+    key.value = '';
+    keyField.lastChild.textContent = hint;
+  };
   const choose = (name) => {
     chosen = all.find((one) => one.id === name);
     base.value = chosen.baseURL;
     baseField.hidden = Boolean(chosen.apiKey);
     keyField.hidden = found.has(chosen.id) && Boolean(chosen.apiKey);
+    forgetKey(t('keyWriteOnly'));
+    origin = originOf(base.value);
     key.required = needsKey();
     model.input.value = '';
     fill(outcome);
     model.load();
   };
   key.addEventListener('change', model.load);
-  base.addEventListener('change', model.load);
+  base.addEventListener('change', () => {
+    const before = origin;
+    origin = originOf(base.value);
+    if (before && origin !== before && key.value) forgetKey(t('keyAgain'));
+    model.load();
+  });
 
   const path = () => `/services/${encodeURIComponent(id())}`;
   const runTest = async () => {
