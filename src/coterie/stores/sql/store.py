@@ -99,9 +99,7 @@ SELECT {MESSAGE_COLUMNS} FROM messages
 _COUNT_DELAYED = f"SELECT coalesce(sum(delayed), 0) FROM agents WHERE {IS_BUSY}"
 _COUNT_DELAYED_OF = "SELECT coalesce(sum(delayed), 0) FROM agents WHERE id = :recipient"
 _SELECT_ARTIFACTS = f"SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref IN (SELECT key FROM json_each(:refs))"
-_SELECT_READABLE_BY_REF = f"""
-SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref IN (SELECT key FROM json_each(:refs)) AND {IS_READABLE}
-"""
+_SELECT_READABLE_BY_REF = f"{_SELECT_ARTIFACTS} AND {IS_READABLE}"
 _SELECT_BLOBS = """
 SELECT DISTINCT sha256, size FROM artifacts WHERE (sha256, size) > (:sha256, :size) ORDER BY sha256, size LIMIT :limit
 """
