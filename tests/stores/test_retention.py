@@ -14,7 +14,7 @@ from coterie.retention_store import Pruned, Retention
 from coterie.store import Page
 from coterie.stores.sql import retention
 from coterie.testing import FakeClock
-from coterie.turn import CallEnded
+from coterie.turn import CallEnded, ModelFailed
 from coterie.turn_store import Claim
 from tests.engines import Engine
 from tests.pruning import pruned
@@ -67,19 +67,33 @@ async def test_an_old_turn_is_deleted_with_all_that_belongs_to_it(store: Society
     assert (await store.thread("ada"))[-1].payload["text"] == "still here"
 
 
-@pytest.mark.parametrize("what", ["a delayed message", "a schedule", "a paused schedule", "a task at work"])
+@pytest.mark.parametrize(
+    "what",
+    ["a delayed message", "a schedule", "a paused schedule", "a task at work", "a blocked task", "a blocked turn"],
+)
 async def test_the_message_that_caused_what_is_still_to_come_stays(store: Society, clock: FakeClock, what: str) -> None:
     task = (await send(store, "ada", "ask bob, later")).task
-    scheduled = {"every": "1 day"} if "schedule" in what else {"delayMs": MONTH * 2 // timedelta(milliseconds=1)}
+    scheduled: dict[str, object] = {"delayMs": MONTH * 2 // timedelta(milliseconds=1)}
+    if "schedule" in what:
+        scheduled = {"every": "1 day"}
+    elif what == "a blocked turn":
+        scheduled = {}
     claimed = await step(store, await claim(store), says("", message_to("bob", "news?", **scheduled)))
     await step(store, await run_send(store, claimed), said("I will"))
     if what == "a paused schedule":
         (schedule,) = await store.schedules()
         await store.change_schedule(schedule.id, "user", paused=True)
-    await clock.advance(days=61 if what == "a task at work" else 31)
-    if what == "a task at work":
+    starts_a_task = what in ("a task at work", "a blocked task")
+    if starts_a_task:
+        await clock.advance(days=61)
         await store.promote_due(10)
-        await claim(store, "bob")
+    if starts_a_task or what == "a blocked turn":
+        begun = await claim(store, "bob")
+        if what != "a task at work":
+            await step(store, begun, ModelFailed(message="no such model", recovery="block"))
+            await step(store, await claim(store), said("bob is blocked"))  # ada was told
+    if what != "a task at work":
+        await clock.advance(days=31)
     await summarised(store, 5)
     await pruned(store, messages=MONTH)
     assert await store.message(task) is not None

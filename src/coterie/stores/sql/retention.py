@@ -23,7 +23,7 @@ import msgspec
 from coterie.clock import from_ms
 from coterie.messages import PERSON
 from coterie.retention_store import LastPrune, Pruned, Retention, StorageFigures, UnusedArtifacts
-from coterie.stores.sql.rows import Connection, get_meta, json_keys, set_meta
+from coterie.stores.sql.rows import IS_BUSY, Connection, get_meta, json_keys, set_meta
 from coterie.stores.sql.text_index import DeletedMessage, remove_from_index
 from coterie.stores.sql.unit_of_work import UnitOfWork
 
@@ -61,9 +61,12 @@ AND NOT EXISTS (SELECT 1 FROM schedules WHERE schedules.id = messages.schedule_i
 AND NOT EXISTS (SELECT 1 FROM messages AS later
                   LEFT JOIN tasks AS started ON started.id = coalesce(later.task, later.id)
                  WHERE later.parent_task = coalesce(messages.task, messages.id)
-                   AND (later.state = 'delayed' OR started.state IN ('working', 'waiting')))
+                   AND (later.state = 'delayed' OR started.state IN ('working', 'waiting')
+                     OR coalesce(later.task, later.id) IN (SELECT key FROM json_each(:busy))))
 AND NOT EXISTS (SELECT 1 FROM schedules WHERE schedules.sender = messages.recipient AND schedules.state <> 'ended'
                    AND schedules.cause = messages.id)
+-- A task that has ended may have a blocked turn. It goes on once the cause is removed, and needs the message then.
+AND coalesce(messages.task, messages.id) NOT IN (SELECT key FROM json_each(:busy))
 """
 _SELECT_MESSAGES = f"""
 SELECT messages.seq, messages.id, messages.created_at, coalesce(messages.task, messages.id), history.agent_id,
@@ -133,7 +136,7 @@ DELETE FROM tasks WHERE id IN (SELECT key FROM json_each(:ids)) AND {_IS_TASK_DE
    AND NOT EXISTS (SELECT 1 FROM messages WHERE messages.id = tasks.id) RETURNING id
 """
 _DELETE_TURNS = "DELETE FROM turns WHERE task IN (SELECT key FROM json_each(:ids))"
-_SELECT_BUSY_TASKS = "SELECT task, other_tasks FROM agents WHERE task IS NOT NULL OR other_tasks IS NOT NULL"
+_SELECT_BUSY_TASKS = f"SELECT task, other_tasks FROM agents WHERE {IS_BUSY} AND task IS NOT NULL"
 _SELECT_MODEL_CALLS = """
 SELECT at, task, CASE WHEN task IS NULL OR NOT EXISTS (SELECT 1 FROM tasks WHERE tasks.id = task) THEN 1 ELSE 0 END
   FROM llm_calls WHERE at >= :after AND at < :before ORDER BY at LIMIT :limit
@@ -363,7 +366,7 @@ class Pruner:
 
     def _prune_messages(self, before: int, after: int) -> Generator[Read | Write | Wait, Any, int]:
         """Return the position of the last message that was looked at."""
-        while rows := (yield _read(_SELECT_MESSAGES, after=after, before=before, limit=READ_ROWS)):
+        while rows := (yield Read(partial(_select_messages, after=after, before=before))):
             old = [row for row in rows if row[2] < before]
             found = [
                 (message_id, task)
@@ -381,8 +384,7 @@ class Pruner:
         return after
 
     def _prune_tasks(self, before: int, after: int) -> Generator[Read | Write | Wait, Any, int]:
-        found = yield _read(_SELECT_BUSY_TASKS)
-        busy = {task for own, others in found for task in (own, *(others.split() if others else ()))}
+        busy = yield Read(_find_busy_tasks)
         while rows := (yield _read(_SELECT_TASKS, after=after, before=before, limit=READ_ROWS)):
             old = [row for row in rows if row[2] < before]
             found = [
@@ -492,8 +494,20 @@ def _delete_turns(db: Connection, uow: UnitOfWork, *, old: _OldTurns) -> Pruned:
     return Pruned(history=history, calls=calls, plans=plans)
 
 
+def _find_busy_tasks(db: Connection) -> set[str]:
+    """Tasks of open turns, also of blocked ones."""
+    found = db.execute(_SELECT_BUSY_TASKS).fetchall()
+    return {task for own, others in found for task in (own, *(others.split() if others else ()))}
+
+
+def _select_messages(db: Connection, *, after: int, before: int) -> list[Any]:
+    parameters = {"after": after, "before": before, "busy": json_keys(_find_busy_tasks(db)), "limit": READ_ROWS}
+    return db.execute(_SELECT_MESSAGES, parameters).fetchall()
+
+
 def _delete_messages(db: Connection, uow: UnitOfWork, *, ids: str, before: int) -> Pruned:
-    deleted = db.execute(_DELETE_MESSAGES, {"ids": ids, "before": before}).fetchall()
+    parameters = {"ids": ids, "before": before, "busy": json_keys(_find_busy_tasks(db))}
+    deleted = db.execute(_DELETE_MESSAGES, parameters).fetchall()
     for _, _, recipient, _, state, size in deleted:
         if recipient == PERSON and state == "pending":
             uow.mailbox(PERSON).remove_message(size)
