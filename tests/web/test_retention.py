@@ -174,6 +174,32 @@ async def test_the_oldest_are_deleted_when_the_limit_of_the_size_is_reached(tmp_
     await store.close()
 
 
+@pytest.mark.parametrize(("kept", "runs"), [(1, 1), (150, 4)])
+async def test_the_size_stays_at_its_limit_though_the_oldest_messages_cannot_be_deleted(
+    tmp_path: Path, clock: FakeClock, kept: int, runs: int
+) -> None:
+    store = await SqliteStore.open(tmp_path / "data", clock)
+    artifacts = ArtifactService(store, FolderBlobStore(tmp_path / "artifacts"), clock, max_file_bytes=1_000)
+    await store.add_agents([Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada")])
+    for _ in range(kept):
+        await store.send(make_envelope(sender="user", to="ada", payload={"text": "kept"}))
+        (claim,) = await store.claim_ready("w", RULES, 1)
+        await store.advance(claim, said("an answer"), RULES)
+    settings, sizes = StoreSettings(), list[float]()
+    service = RetentionService(store, artifacts, clock, lambda: settings, is_shared=False)
+    for _ in range(10):
+        for number in range(400):
+            await store.send(make_envelope(sender="ada", to="user", payload={"text": f"{number} " + "x" * 2_000}))
+            await clock.advance(hours=6)
+        if not sizes:
+            settings = StoreSettings(keep_gb=(await store.storage()).used_bytes / 2 / 1e9)
+        for _ in range(runs):
+            await prune_all(service, clock)
+        sizes.append((await store.storage()).used_bytes / settings.keep_gb / 1e9)
+    await store.close()
+    assert max(sizes) <= 1.3, sizes
+
+
 async def test_a_deletion_shares_no_transaction_with_sends(
     tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

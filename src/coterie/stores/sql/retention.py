@@ -10,6 +10,7 @@ messages of tasks that are not done, what delayed and recurring messages refer t
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
@@ -174,9 +175,7 @@ DELETE FROM artifacts WHERE ref IN (SELECT key FROM json_each(:refs)) AND create
 RETURNING sha256
 """
 _SELECT_NAMED_BLOBS = "SELECT DISTINCT sha256 FROM artifacts WHERE sha256 IN (SELECT key FROM json_each(:hashes))"
-_SELECT_MESSAGE_AFTER = "SELECT created_at FROM messages WHERE seq >= :seq ORDER BY seq LIMIT 1"
-# Two subqueries: SQLite reads all rows for two aggregates of one query.
-_FIRST_AND_LAST = "SELECT (SELECT min(seq) FROM messages), (SELECT max(seq) FROM messages)"
+_SELECT_MESSAGE_FROM = "SELECT seq, created_at FROM messages WHERE seq >= :seq ORDER BY seq LIMIT 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,8 +308,7 @@ class Pruner:
         return self.now - age // _MS
 
     def _read_positions(self, db: Connection) -> Positions:
-        stored = get_meta(db, _POSITIONS)
-        positions = msgspec.json.decode(stored, type=Positions) if stored else Positions()
+        positions = _stored_positions(db)
         if self.full or self.now - positions.started >= FULL_PASS_INTERVAL // _MS:
             return Positions(started=self.now)
         return positions
@@ -532,6 +530,11 @@ def _delete_tasks(db: Connection, _: UnitOfWork, *, ids: str, before: int) -> Pr
     return Pruned(tasks=len(deleted), turns=turns)
 
 
+def _stored_positions(db: Connection) -> Positions:
+    stored = get_meta(db, _POSITIONS)
+    return msgspec.json.decode(stored, type=Positions) if stored else Positions()
+
+
 def _store_positions(db: Connection, _: UnitOfWork, *, positions: Positions) -> Pruned:
     set_meta(db, _POSITIONS, msgspec.json.encode(positions).decode())
     return Pruned()
@@ -562,12 +565,18 @@ def find_named_blobs(db: Connection, hashes: Sequence[str]) -> set[str]:
 
 
 def find_time_after(db: Connection, fraction: float) -> int | None:
-    """Return when the messages begin that follow the oldest `fraction` of all, in ms; None if there is no message."""
-    first, last = db.execute(_FIRST_AND_LAST).fetchone()
-    if first is None:
+    """Return when the messages begin that follow the oldest `fraction` of all, in ms; None if there is no message.
+
+    The oldest are those after the position where the last run ended. Those before it could not be deleted then, and
+    most of their neighbours are gone, so their number does not follow from their positions.
+    """
+    last = db.execute("SELECT max(seq) FROM messages").fetchone()[0]
+    if last is None:
         return None
-    row = db.execute(_SELECT_MESSAGE_AFTER, {"seq": first + int((last - first) * fraction)}).fetchone()
-    return int(row[0])
+    row = db.execute(_SELECT_MESSAGE_FROM, {"seq": _stored_positions(db).messages + 1}).fetchone()
+    first = row[0] if row else last
+    seq = min(last, first + math.ceil((last - first + 1) * fraction))
+    return int(db.execute(_SELECT_MESSAGE_FROM, {"seq": seq}).fetchone()[1])
 
 
 # Figures
