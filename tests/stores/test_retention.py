@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from coterie.stores.sql import retention
 from coterie.testing import FakeClock
 from coterie.turn import CallEnded, ModelFailed
 from coterie.turn_store import Claim
+from tests.conftest import PEOPLE
 from tests.engines import Engine
 from tests.pruning import pruned
 
@@ -23,6 +25,14 @@ from .steps import call, done, history_lines, message_to, says
 from .task_steps import Society, claim, press, questions, run_send, said, send, step, task_of
 
 MONTH = timedelta(days=30)
+
+
+CALL_COLUMNS = "input_tokens, output_tokens, outcome, estimated, task, cached_tokens, cost, model_ms"
+COPY_MODEL_CALLS = f"""
+INSERT INTO llm_calls (agent_id, turn_no, step_no, call_no, service, at, {CALL_COLUMNS})
+WITH RECURSIVE numbers (number) AS (SELECT 1 UNION ALL SELECT number + 1 FROM numbers WHERE number < 9999)
+SELECT agent_id, turn_no, step_no, number, service, at + number, {CALL_COLUMNS} FROM llm_calls, numbers
+"""
 
 
 async def converse(store: Society, text: str, *calls: PlannedCall, to: str = "ada") -> str:
@@ -271,6 +281,34 @@ async def test_each_step_deletes_a_bounded_number_of_rows_and_keeps_every_invari
         assert (deleted or Pruned()).messages <= 4 and (deleted or Pruned()).events <= 5
     assert (total.history, total.plans, total.messages) == (40, 10, 22)
     assert steps > 12
+
+
+async def test_a_full_pass_over_many_rows_that_stay_takes_few_reads(
+    engine: Engine, tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await engine.open(tmp_path / "data", clock)
+    await store.add_agents(PEOPLE)
+    await converse(store, "its history shows it, so its requests stay")
+    await store.close()
+    with engine.behind(tmp_path / "data") as db:
+        db.execute(COPY_MODEL_CALLS)
+    await clock.advance(days=31)
+    store, reads = await engine.open(tmp_path / "data", clock), 0
+    execute = retention.Pruner.execute
+
+    def count_reads(pruner: Any, read: Any, write: Any) -> Any:
+        async def counted(run: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            return await read(run)
+
+        return execute(pruner, counted, write)
+
+    monkeypatch.setattr(retention.Pruner, "execute", count_reads)
+    assert (await pruned(store, messages=MONTH)).model_calls == 0
+    figures = await store.storage()
+    await store.close()
+    assert reads <= 30 and (engine.name == "postgres" or figures.rows["llm_calls"] == 10_000)
 
 
 def test_a_transaction_that_took_long_is_followed_by_smaller_ones() -> None:

@@ -22,6 +22,7 @@ from coterie.retention_store import Pruned
 from coterie.society import Society
 from coterie.stores.blobs import FolderBlobStore
 from coterie.stores.sql.jobs import Job, Result, split_batch
+from coterie.stores.sql.retention import Pruner
 from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
 from coterie.turn import Rules
@@ -171,6 +172,40 @@ async def test_the_oldest_are_deleted_when_the_limit_of_the_size_is_reached(tmp_
     settings = StoreSettings(keep_gb=1e-9)
     await prune_all(service, clock)
     assert len(await store.waiting("user", 1_000)) == 3, "those of the last day stay"
+    await store.close()
+
+
+async def test_a_stop_waits_for_one_read_and_not_for_those_after_it(
+    tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await SqliteStore.open(tmp_path / "data", clock)
+    artifacts = ArtifactService(store, FolderBlobStore(tmp_path / "artifacts"), clock, max_file_bytes=1_000)
+    service = RetentionService(store, artifacts, clock, lambda: StoreSettings(keep_days=1), is_shared=False)
+    reads, second, ends = 0, asyncio.Event(), asyncio.Event()
+    execute = Pruner.execute
+
+    def with_slow_reads(pruner: Any, read: Any, write: Any) -> Any:
+        async def slow(run: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            if reads == 2:
+                second.set()
+                await ends.wait()
+            elif reads > 2:
+                await asyncio.Event().wait()  # this read never ends
+            return await read(run)
+
+        return execute(pruner, slow, write)
+
+    monkeypatch.setattr(Pruner, "execute", with_slow_reads)
+    service.start_run()
+    await second.wait()
+    stopping = asyncio.create_task(service.stop())
+    await asyncio.wait([stopping], timeout=0)
+    ends.set()
+    done, _ = await asyncio.wait([stopping], timeout=5)
+    assert done, "the stop waits for the next read"
+    assert reads == 2
     await store.close()
 
 

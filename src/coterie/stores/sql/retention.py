@@ -281,7 +281,7 @@ class Pruner:
     async def execute(
         self, read: Callable[..., Awaitable[Any]], write: Callable[..., Awaitable[Pruned]]
     ) -> AsyncIterator[Pruned | None]:
-        """Run the steps with the methods of a store; yield what each transaction deleted, and None for a `Wait`."""
+        """Run the steps with the methods of a store; yield what each deleted, nothing for a read, None for a `Wait`."""
         steps, result = self.steps(), None
         while True:
             try:
@@ -291,6 +291,7 @@ class Pruner:
             result = None
             if isinstance(step, Read):
                 result = await read(step.run)
+                yield Pruned()
             elif isinstance(step, Wait):
                 yield None
             elif self.dry_run:
@@ -316,26 +317,26 @@ class Pruner:
     def _prune_events(self, before: int) -> Steps:
         after = 0
         while True:
-            limit = self._sizes["events"]
-            rows = yield _read(_SELECT_EVENTS, after=after, limit=limit + 1)
+            rows = yield _read(_SELECT_EVENTS, after=after, limit=READ_ROWS + 1)
             # The last row read is the newest event, or is read again as the first of the next step.
-            old = [seq for seq, at in rows[:limit] if at < before]
+            old = [seq for seq, at in rows[:READ_ROWS] if at < before]
             old = old[: len(rows) - 1]
-            if not old:
-                return
-            after = old[-1]
-            delete = partial(_delete, kind="events", sql=_DELETE_EVENTS, upto=after)
-            yield Write("events", delete, Pruned(events=len(old)))
-            if len(old) < limit:
+            for part in self._parts("events", old):
+                after = part[-1]
+                delete = partial(_delete, kind="events", sql=_DELETE_EVENTS, upto=after)
+                yield Write("events", delete, Pruned(events=len(part)))
+            if len(old) < READ_ROWS:
                 return
 
     def _prune_dead(self, before: int) -> Steps:
         after = 0
-        while rows := (yield _read(_SELECT_DEAD, after=after, before=before, limit=self._sizes["dead"])):
+        while rows := (yield _read(_SELECT_DEAD, after=after, before=before, limit=READ_ROWS)):
             after = rows[-1][0]
-            if ids := [message_id for _, message_id, is_old in rows if is_old]:
-                delete = partial(_delete_dead, ids=json_keys(ids), before=before)
-                yield Write("dead", delete, Pruned(messages=len(ids)))
+            for part in self._parts("dead", [message_id for _, message_id, is_old in rows if is_old]):
+                delete = partial(_delete_dead, ids=json_keys(part), before=before)
+                yield Write("dead", delete, Pruned(messages=len(part)))
+            if len(rows) < READ_ROWS:
+                return
 
     def _prune_histories(self, before: int) -> Steps:
         after = ""
@@ -347,6 +348,8 @@ class Pruner:
                     continue
                 end = (_NEVER, _NEVER) if is_terminated else (upto, turn_no)
                 yield from self._prune_history(before, agent_id, *end)
+            if len(agents) < READ_ROWS:
+                return
 
     def _prune_history(self, before: int, agent_id: str, upto: int, turn_no: int) -> Steps:
         """`upto`: the last row that a summary stands for. `turn_no`: the newest turn."""
@@ -377,7 +380,7 @@ class Pruner:
                 delete = partial(_delete_messages, ids=ids, before=before)
                 yield Write("messages", delete, Pruned(messages=len(part)), touches=(PERSON,))
             after = old[-1][0] if old else after
-            if len(old) < len(rows):
+            if len(old) < READ_ROWS:
                 return after
         return after
 
@@ -398,27 +401,31 @@ class Pruner:
                     Pruned(tasks=len(part), turns=sum(turns for _, turns in part)),
                 )
             after = old[-1][0] if old else after
-            if len(old) < len(rows):
+            if len(old) < READ_ROWS:
                 return after
         return after
 
     def _prune_model_calls(self, before: int, after: int) -> Generator[Read | Write | Wait, Any, int]:
-        while rows := (yield _read(_SELECT_MODEL_CALLS, after=after, before=before, limit=self._sizes["model_calls"])):
-            upto = rows[-1][0]
-            count = sum(1 for _, task, is_loose in rows if is_loose or task in self._tasks)
-            if count:
-                delete = partial(_delete, kind="model_calls", sql=_DELETE_MODEL_CALLS, after=after, upto=upto)
-                yield Write("model_calls", delete, Pruned(model_calls=count))
-            after = upto + 1
+        while rows := (yield _read(_SELECT_MODEL_CALLS, after=after, before=before, limit=READ_ROWS)):
+            for part in self._parts(
+                "model_calls", [at for at, task, is_loose in rows if is_loose or task in self._tasks]
+            ):
+                delete = partial(_delete, kind="model_calls", sql=_DELETE_MODEL_CALLS, after=part[0], upto=part[-1])
+                yield Write("model_calls", delete, Pruned(model_calls=len(part)))
+            after = rows[-1][0] + 1
+            if len(rows) < READ_ROWS:
+                return after
         return after
 
     def _prune_schedules(self, before: int) -> Steps:
         after = ""
-        while rows := (yield _read(_SELECT_SCHEDULES, before=before, after=after, limit=self._sizes["schedules"])):
-            ids = [schedule_id for (schedule_id,) in rows]
-            after = ids[-1]
-            delete = partial(_delete, kind="schedules", sql=_DELETE_SCHEDULES, ids=json_keys(ids))
-            yield Write("schedules", delete, Pruned(schedules=len(ids)))
+        while rows := (yield _read(_SELECT_SCHEDULES, before=before, after=after, limit=READ_ROWS)):
+            after = rows[-1][0]
+            for part in self._parts("schedules", [schedule_id for (schedule_id,) in rows]):
+                delete = partial(_delete, kind="schedules", sql=_DELETE_SCHEDULES, ids=json_keys(part))
+                yield Write("schedules", delete, Pruned(schedules=len(part)))
+            if len(rows) < READ_ROWS:
+                return
 
     def _parts(self, table: str, rows: Sequence[T]) -> Iterator[Sequence[T]]:
         """Yield the rows of each transaction. Its size is read when the one before it has ended."""
