@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from datetime import timedelta
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,14 +13,15 @@ import pytest
 from coterie.artifacts import Artifact
 from coterie.messages import make_envelope
 from coterie.plan import PlannedCall
-from coterie.retention_store import Pruned, Retention
+from coterie.retention_store import Pruned, Retention, StorageFigures
 from coterie.store import Page
 from coterie.stores.sql import retention
+from coterie.stores.sql.store import SqlStore
 from coterie.testing import FakeClock
 from coterie.turn import CallEnded, ModelFailed
 from coterie.turn_store import Claim
 from tests.conftest import PEOPLE
-from tests.engines import Engine
+from tests.engines import Engine, Postgres
 from tests.pruning import pruned
 
 from .steps import call, done, history_lines, message_to, says
@@ -354,3 +357,31 @@ async def test_backup_and_figures_after_a_deletion(
     assert [message.payload["text"] for message in await store.messages(Page())][-1] == "next"
     await store.backup(tmp_path / "copy.db")
     assert (tmp_path / "copy.db").stat().st_size > 0
+
+
+async def test_long_texts_count_in_the_size_on_postgresql(shared: Postgres, tmp_path: Path, clock: FakeClock) -> None:
+    store = await shared.open(tmp_path, clock)
+    await store.add_agents(PEOPLE)
+    random = Random(1)
+    for _ in range(500):
+        await send(store, "user", b64encode(random.randbytes(22_500)).decode(), "ada")
+    full = await measured(store, shared, tmp_path, clock)
+    assert full.file_bytes > 10_000_000
+    assert 0.6 * full.file_bytes <= full.used_bytes <= full.file_bytes
+
+    await clock.advance(days=31)
+    store = await shared.open(tmp_path, clock)
+    assert (await pruned(store, messages=MONTH)).messages == 500
+    empty = await measured(store, shared, tmp_path, clock)
+    assert empty.used_bytes <= 0.3 * full.used_bytes
+
+
+async def measured(store: SqlStore, shared: Postgres, folder: Path, clock: FakeClock) -> StorageFigures:
+    """Close the store, so that the server has its statistics; return the figures after ANALYZE."""
+    await store.close()
+    with shared.behind(folder) as db:
+        db.execute("ANALYZE")
+    store = await shared.open(folder, clock)
+    figures = await store.storage()
+    await store.close()
+    return figures
