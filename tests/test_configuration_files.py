@@ -165,6 +165,7 @@ DOCUMENT: Document = {
     "remote": {"far": {"card": "https://example.org/card.json", "headers": {"Authorization": "Bearer ${FAR_KEY}"}}},
     "limits": {"max_rounds": 7, "task": {"turns": 9, "cost": 0.5}},
     "interruption": {"interrupt": "stream"},
+    "store": {"keep_days": 30},
 }
 FILES = {
     "no file": "",
@@ -188,6 +189,15 @@ def test_files_with_any_content_become_the_configuration(text: str, tmp_path: Pa
     assert {name: table for name, table in plain.items() if table} == DOCUMENT | kept
     (tmp_path / "coterie.toml").write_bytes(render_files(DOCUMENT, tmp_path, "")["coterie.toml"])
     assert render_files(DOCUMENT, tmp_path, "") == {}
+
+
+@pytest.mark.parametrize("store", [{}, {"keep_days": 30}])
+def test_how_long_data_is_kept_is_written_beside_the_other_settings_of_the_store(store: Any, tmp_path: Path) -> None:
+    text = "[store]\ndurability = 'relaxed' # as before\nkeep_gb = 5.0\n"
+    (tmp_path / "coterie.toml").write_text(text)
+    changed = render_files({"store": store}, tmp_path, "")["coterie.toml"].decode()
+    assert tomllib.loads(changed)["store"] == {"durability": "relaxed"} | store
+    assert "# as before" in changed
 
 
 def test_only_the_assistant_is_left_of_other_agents_if_the_database_has_none(tmp_path: Path) -> None:

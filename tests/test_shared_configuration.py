@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import httpx
 import pytest
 
 from coterie.agent_definitions import NewAgent
-from coterie.clock import SystemClock
+from coterie.clock import Clock, SystemClock, to_ms
 from coterie.configuration import Document, FilesRole
 from coterie.errors import ConfigError, Refused
 from coterie.society import Society
-from coterie.testing import ModelServer
+from coterie.stores.postgres import PostgresStore
+from coterie.testing import FakeClock, ModelServer
 from coterie.web.app import build_app
 from coterie.web.auth import Access
 from tests.engines import Postgres
@@ -38,8 +40,10 @@ def home(folder: Path, url: str, toml: str = "", services: Any = None) -> Path:
 
 
 @asynccontextmanager
-async def running(folder: Path, *, files: FilesRole = "write", work: bool = True) -> AsyncIterator[Society]:
-    society = await Society.start(folder, files=files, work=work)
+async def running(
+    folder: Path, *, files: FilesRole = "write", work: bool = True, clock: Clock | None = None
+) -> AsyncIterator[Society]:
+    society = await Society.start(folder, files=files, work=work, clock=clock)
     try:
         async with asyncio.timeout(SOON):
             yield society
@@ -99,6 +103,33 @@ async def test_a_worker_without_files_has_the_agents_of_the_server_and_each_chan
                 request = await model.wait_for_request(number)
                 assert f"You count to {number}." in request.body["messages"][0]["content"]
         assert KEY not in stored(shared, tmp_path)
+
+
+async def test_old_data_is_deleted_by_the_rule_of_the_server_whichever_process_runs_first(
+    shared: Postgres, tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = shared.url(tmp_path)
+    monkeypatch.setattr(PostgresStore, "open", partial(PostgresStore.open, time=lambda: to_ms(clock.now())))
+    server_home = home(tmp_path / "server", url, "[agents.ada]\n")
+    text = (server_home / "coterie.toml").read_text().replace("[store]\n", "[store]\nkeep_days = 1\n")
+    (server_home / "coterie.toml").write_text(text)
+    async with running(server_home, work=False, clock=clock) as first:
+        await first.send(to="ada", text="withdrawn")
+        (message,) = await first.store.waiting("ada")
+        await first.bus.withdraw(message.id)
+    # The worker's hour begins ten minutes earlier, so it is the one that deletes.
+    async with running(home(tmp_path / "worker", url), files="never", work=False, clock=clock) as worker:
+        await clock.jump(minutes=10)
+        async with running(server_home, work=False, clock=clock) as server:
+            runs = set()
+            for _ in range(48 * 6):
+                await clock.jump(minutes=10)
+                await clock.advance(seconds=1)
+                runs.add((await server.retention.figures()).last_prune)
+            assert len(runs) > 40
+            assert await server.store.message(message.id) is None
+            assert worker.config.store.keep_days == server.config.store.keep_days == 1
+            assert worker.config.store.url == url, "the address of the store stays with each machine"
 
 
 async def test_a_broken_coterie_toml_on_one_machine_does_not_stop_its_turns_or_the_changes_of_others(

@@ -105,11 +105,12 @@ class ArtifactService:
     async def delete_unused(self, age: timedelta, *, dry_run: bool = False) -> AsyncIterator[int]:
         """Delete artifacts older than `age` that nothing refers to, with their bytes.
 
-        Each item is the number that one transaction deleted. `dry_run`: only count.
+        Each item is the number that one transaction deleted, or 0 after a read. `dry_run`: only count.
         """
         after: tuple[int, str] | None = (0, "")
         while after is not None:
             unused = await self._store.unused_artifacts(age, after)
+            yield 0
             for start in range(0, len(unused.refs), DELETED_ARTIFACTS):
                 part = unused.refs[start : start + DELETED_ARTIFACTS]
                 yield len(part) if dry_run else await self._delete(part, age)

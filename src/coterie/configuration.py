@@ -2,7 +2,8 @@
 
 With SQLite the files are read again at each start and reload (`FileConfiguration`). With PostgreSQL they are a document
 in the database with a version (`DatabaseConfiguration`), so that all processes of the society agree. Keys stay with
-each process: the document has only their names. `server`, `store`, `shutdown` and `mcp` are always read from files.
+each process: the document has only their names. `server`, `shutdown`, `mcp` and the rest
+of `store` are always read from files.
 """
 
 from __future__ import annotations
@@ -34,13 +35,17 @@ Document = dict[str, Any]
 """The configuration as JSON values, without defaults.
 
 `agents`: by id, the fields of its table in coterie.toml; prompts and schemas are text, not names of files. `limits`,
-`interruption`, `artifacts`: the tables of coterie.toml. `remote`: by id, agents elsewhere.
+`interruption`, `artifacts`: the tables of coterie.toml. `store`: how long data is kept.
+`remote`: by id, agents elsewhere.
 `services`, only in a database: the entries of llmservices.json, with keys only as `${NAME}`.
 """
 Change = Callable[[Document], None]
 """Changes the document in place."""
 SECTIONS = ("limits", "interruption", "artifacts")
 """Tables of coterie.toml in the document, besides the agents."""
+TABLES = ("agents", "remote", "store", *SECTIONS)
+STORE_SETTINGS = ("keep_days", "keep_gb")
+"""Keys of the table `store` in the document."""
 FilesRole = Literal["write", "first", "never"]
 """Whether a process takes over what the owner changes in its folder: always, only as the first version, or not."""
 APPLIED_FILE = "applied.json"
@@ -201,6 +206,7 @@ class DatabaseConfiguration:
             version=str(self._version),
             config=replace(
                 files,
+                store=replace(files.store, **{name: getattr(stored.store, name) for name in STORE_SETTINGS}),
                 agents=stored.agents if self._version else (),  # no agents until a server writes the first version
                 remote=stored.remote,
                 limits=stored.limits,
@@ -271,7 +277,7 @@ class DatabaseConfiguration:
         return await self._store.write_configuration(_encode(document), version, [*people, *rows])
 
     def _parse(self, document: Document) -> Config:
-        tables = {name: document[name] for name in ("agents", "remote", *SECTIONS) if name in document}
+        tables = {name: document[name] for name in TABLES if name in document}
         return parse_config(tables, self._folder.path)
 
 
@@ -314,7 +320,8 @@ def document_of(config: Config, folder: SocietyFolder) -> Document:
     """The configuration as a document, without services and defaults. Files that it names are in `folder`."""
     # The agent of a coterie.toml without agents is a default, too.
     agents = {} if config.agents == Config().agents else {entry.id: _entry_of(entry, folder) for entry in config.agents}
-    sections = {name: _changed_values(getattr(config, name)) for name in SECTIONS}
+    sections = {name: _changed_values(getattr(config, name)) for name in ("store", *SECTIONS)}
+    sections["store"] = {name: value for name, value in sections["store"].items() if name in STORE_SETTINGS}
     remote = {entry.id: _changed_values(entry) for entry in config.remote}
     for table in remote.values():
         del table["id"]
@@ -446,7 +453,7 @@ def _differences(stored: Mapping[str, Any], files: Mapping[str, Any], path: str)
         before, after = stored.get(name), files.get(name)
         if before == after:
             continue
-        is_table = location in ("agents", "remote", "services", *SECTIONS)
+        is_table = location in ("services", *TABLES)
         is_table = is_table or (location.count(".") == 1 and bool(before and after))
         if is_table and isinstance(before or {}, dict) and isinstance(after or {}, dict):
             yield from _differences(before or {}, after or {}, location)

@@ -141,12 +141,16 @@ class RetentionService:
             async for deleted in self._store.prune(retention, dry_run=dry_run, full=full):
                 total += deleted or NOTHING
                 on_progress(total, retention.messages)
+                if deleted == NOTHING and not self._stopping.is_set():
+                    continue  # a read: no caller has waited for it
                 grace = OTHER_TRANSACTIONS if deleted is None and self._is_shared else SHORTEST_STEP_PAUSE
                 if await self._pause(pace, grace, dry_run=dry_run):
                     return total
             async for count in self._artifacts.delete_unused(retention.unused_artifacts, dry_run=dry_run):
                 total += Pruned(artifacts=count)
                 on_progress(total, retention.messages)
+                if not count and not self._stopping.is_set():
+                    continue
                 if await self._pause(pace, SHORTEST_STEP_PAUSE, dry_run=dry_run):
                     return total
             if dry_run:

@@ -84,9 +84,10 @@ class RetentionStore(Protocol):
     def prune(self, retention: Retention, *, dry_run: bool = False, full: bool = True) -> AsyncIterator[Pruned | None]:
         """Delete what is older than `retention` allows and no longer needed, oldest first.
 
-        Each item is one transaction of a few milliseconds; the caller decides when the next one follows. None: wait
-        until all transactions of other processes that run now have ended. `dry_run`: only count. `full`: look at all
-        old rows again, not only at those that became old since the last run.
+        Each item is one transaction of a few milliseconds, or a read of a bounded number of rows, which deletes
+        nothing; the caller decides when the next one follows. None: wait until all transactions of other processes
+        that run now have ended. `dry_run`: only count. `full`: look at all old rows again, not only at those that
+        became old since the last run.
         """
         ...
 

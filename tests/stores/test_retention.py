@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from datetime import timedelta
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 
 from coterie.artifacts import Artifact
 from coterie.messages import make_envelope
 from coterie.plan import PlannedCall
-from coterie.retention_store import Pruned, Retention
+from coterie.retention_store import Pruned, Retention, StorageFigures
 from coterie.store import Page
 from coterie.stores.sql import retention
+from coterie.stores.sql.store import SqlStore
 from coterie.testing import FakeClock
-from coterie.turn import CallEnded
+from coterie.turn import CallEnded, ModelFailed
 from coterie.turn_store import Claim
-from tests.engines import Engine
+from tests.conftest import PEOPLE
+from tests.engines import Engine, Postgres
 from tests.pruning import pruned
 
 from .steps import call, done, history_lines, message_to, says
 from .task_steps import Society, claim, press, questions, run_send, said, send, step, task_of
 
 MONTH = timedelta(days=30)
+
+
+CALL_COLUMNS = "input_tokens, output_tokens, outcome, estimated, task, cached_tokens, cost, model_ms"
+COPY_MODEL_CALLS = f"""
+INSERT INTO llm_calls (agent_id, turn_no, step_no, call_no, service, at, {CALL_COLUMNS})
+WITH RECURSIVE numbers (number) AS (SELECT 1 UNION ALL SELECT number + 1 FROM numbers WHERE number < 9999)
+SELECT agent_id, turn_no, step_no, number, service, at + number, {CALL_COLUMNS} FROM llm_calls, numbers
+"""
 
 
 async def converse(store: Society, text: str, *calls: PlannedCall, to: str = "ada") -> str:
@@ -67,19 +80,33 @@ async def test_an_old_turn_is_deleted_with_all_that_belongs_to_it(store: Society
     assert (await store.thread("ada"))[-1].payload["text"] == "still here"
 
 
-@pytest.mark.parametrize("what", ["a delayed message", "a schedule", "a paused schedule", "a task at work"])
+@pytest.mark.parametrize(
+    "what",
+    ["a delayed message", "a schedule", "a paused schedule", "a task at work", "a blocked task", "a blocked turn"],
+)
 async def test_the_message_that_caused_what_is_still_to_come_stays(store: Society, clock: FakeClock, what: str) -> None:
     task = (await send(store, "ada", "ask bob, later")).task
-    scheduled = {"every": "1 day"} if "schedule" in what else {"delayMs": MONTH * 2 // timedelta(milliseconds=1)}
+    scheduled: dict[str, object] = {"delayMs": MONTH * 2 // timedelta(milliseconds=1)}
+    if "schedule" in what:
+        scheduled = {"every": "1 day"}
+    elif what == "a blocked turn":
+        scheduled = {}
     claimed = await step(store, await claim(store), says("", message_to("bob", "news?", **scheduled)))
     await step(store, await run_send(store, claimed), said("I will"))
     if what == "a paused schedule":
         (schedule,) = await store.schedules()
         await store.change_schedule(schedule.id, "user", paused=True)
-    await clock.advance(days=61 if what == "a task at work" else 31)
-    if what == "a task at work":
+    starts_a_task = what in ("a task at work", "a blocked task")
+    if starts_a_task:
+        await clock.advance(days=61)
         await store.promote_due(10)
-        await claim(store, "bob")
+    if starts_a_task or what == "a blocked turn":
+        begun = await claim(store, "bob")
+        if what != "a task at work":
+            await step(store, begun, ModelFailed(message="no such model", recovery="block"))
+            await step(store, await claim(store), said("bob is blocked"))  # ada was told
+    if what != "a task at work":
+        await clock.advance(days=31)
     await summarised(store, 5)
     await pruned(store, messages=MONTH)
     assert await store.message(task) is not None
@@ -259,6 +286,34 @@ async def test_each_step_deletes_a_bounded_number_of_rows_and_keeps_every_invari
     assert steps > 12
 
 
+async def test_a_full_pass_over_many_rows_that_stay_takes_few_reads(
+    engine: Engine, tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await engine.open(tmp_path / "data", clock)
+    await store.add_agents(PEOPLE)
+    await converse(store, "its history shows it, so its requests stay")
+    await store.close()
+    with engine.behind(tmp_path / "data") as db:
+        db.execute(COPY_MODEL_CALLS)
+    await clock.advance(days=31)
+    store, reads = await engine.open(tmp_path / "data", clock), 0
+    execute = retention.Pruner.execute
+
+    def count_reads(pruner: Any, read: Any, write: Any) -> Any:
+        async def counted(run: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            return await read(run)
+
+        return execute(pruner, counted, write)
+
+    monkeypatch.setattr(retention.Pruner, "execute", count_reads)
+    assert (await pruned(store, messages=MONTH)).model_calls == 0
+    figures = await store.storage()
+    await store.close()
+    assert reads <= 30 and (engine.name == "postgres" or figures.rows["llm_calls"] == 10_000)
+
+
 def test_a_transaction_that_took_long_is_followed_by_smaller_ones() -> None:
     sizes = retention.StepSize()
     for _ in range(20):
@@ -302,3 +357,31 @@ async def test_backup_and_figures_after_a_deletion(
     assert [message.payload["text"] for message in await store.messages(Page())][-1] == "next"
     await store.backup(tmp_path / "copy.db")
     assert (tmp_path / "copy.db").stat().st_size > 0
+
+
+async def test_long_texts_count_in_the_size_on_postgresql(shared: Postgres, tmp_path: Path, clock: FakeClock) -> None:
+    store = await shared.open(tmp_path, clock)
+    await store.add_agents(PEOPLE)
+    random = Random(1)
+    for _ in range(500):
+        await send(store, "user", b64encode(random.randbytes(22_500)).decode(), "ada")
+    full = await measured(store, shared, tmp_path, clock)
+    assert full.file_bytes > 10_000_000
+    assert 0.6 * full.file_bytes <= full.used_bytes <= full.file_bytes
+
+    await clock.advance(days=31)
+    store = await shared.open(tmp_path, clock)
+    assert (await pruned(store, messages=MONTH)).messages == 500
+    empty = await measured(store, shared, tmp_path, clock)
+    assert empty.used_bytes <= 0.3 * full.used_bytes
+
+
+async def measured(store: SqlStore, shared: Postgres, folder: Path, clock: FakeClock) -> StorageFigures:
+    """Close the store, so that the server has its statistics; return the figures after ANALYZE."""
+    await store.close()
+    with shared.behind(folder) as db:
+        db.execute("ANALYZE")
+    store = await shared.open(folder, clock)
+    figures = await store.storage()
+    await store.close()
+    return figures

@@ -22,6 +22,7 @@ from coterie.retention_store import Pruned
 from coterie.society import Society
 from coterie.stores.blobs import FolderBlobStore
 from coterie.stores.sql.jobs import Job, Result, split_batch
+from coterie.stores.sql.retention import Pruner
 from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
 from coterie.turn import Rules
@@ -172,6 +173,66 @@ async def test_the_oldest_are_deleted_when_the_limit_of_the_size_is_reached(tmp_
     await prune_all(service, clock)
     assert len(await store.waiting("user", 1_000)) == 3, "those of the last day stay"
     await store.close()
+
+
+async def test_a_stop_waits_for_one_read_and_not_for_those_after_it(
+    tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await SqliteStore.open(tmp_path / "data", clock)
+    artifacts = ArtifactService(store, FolderBlobStore(tmp_path / "artifacts"), clock, max_file_bytes=1_000)
+    service = RetentionService(store, artifacts, clock, lambda: StoreSettings(keep_days=1), is_shared=False)
+    reads, second, ends = 0, asyncio.Event(), asyncio.Event()
+    execute = Pruner.execute
+
+    def with_slow_reads(pruner: Any, read: Any, write: Any) -> Any:
+        async def slow(run: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            if reads == 2:
+                second.set()
+                await ends.wait()
+            elif reads > 2:
+                await asyncio.Event().wait()  # this read never ends
+            return await read(run)
+
+        return execute(pruner, slow, write)
+
+    monkeypatch.setattr(Pruner, "execute", with_slow_reads)
+    service.start_run()
+    await second.wait()
+    stopping = asyncio.create_task(service.stop())
+    await asyncio.wait([stopping], timeout=0)
+    ends.set()
+    done, _ = await asyncio.wait([stopping], timeout=5)
+    assert done, "the stop waits for the next read"
+    assert reads == 2
+    await store.close()
+
+
+@pytest.mark.parametrize(("kept", "runs"), [(1, 1), (150, 4)])
+async def test_the_size_stays_at_its_limit_though_the_oldest_messages_cannot_be_deleted(
+    tmp_path: Path, clock: FakeClock, kept: int, runs: int
+) -> None:
+    store = await SqliteStore.open(tmp_path / "data", clock)
+    artifacts = ArtifactService(store, FolderBlobStore(tmp_path / "artifacts"), clock, max_file_bytes=1_000)
+    await store.add_agents([Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada")])
+    for _ in range(kept):
+        await store.send(make_envelope(sender="user", to="ada", payload={"text": "kept"}))
+        (claim,) = await store.claim_ready("w", RULES, 1)
+        await store.advance(claim, said("an answer"), RULES)
+    settings, sizes = StoreSettings(), list[float]()
+    service = RetentionService(store, artifacts, clock, lambda: settings, is_shared=False)
+    for _ in range(10):
+        for number in range(400):
+            await store.send(make_envelope(sender="ada", to="user", payload={"text": f"{number} " + "x" * 2_000}))
+            await clock.advance(hours=6)
+        if not sizes:
+            settings = StoreSettings(keep_gb=(await store.storage()).used_bytes / 2 / 1e9)
+        for _ in range(runs):
+            await prune_all(service, clock)
+        sizes.append((await store.storage()).used_bytes / settings.keep_gb / 1e9)
+    await store.close()
+    assert max(sizes) <= 1.3, sizes
 
 
 async def test_a_deletion_shares_no_transaction_with_sends(

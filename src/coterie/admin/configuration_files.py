@@ -18,7 +18,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from coterie.agent_definitions import edit_agents, toml_value
 from coterie.config import ASSISTANT, CONFIG_FILE, SocietyFolder, parse_config, read_config
-from coterie.configuration import SECTIONS, Document, document_of
+from coterie.configuration import SECTIONS, STORE_SETTINGS, TABLES, Document, document_of
 from coterie.errors import ConfigError, Problem, StoreUnusable
 from coterie.llm.config import SERVICES_FILE
 from coterie.stores.sql.rows import Connection, get_meta
@@ -75,6 +75,11 @@ def _edit_config(text: str, document: Document, folder: Path) -> str:
     for name in ("remote", *SECTIONS):
         if _document_in(changed, folder).get(name) != wanted.get(name):
             changed = _edit_table(changed, name, document.get(name, {}))
+    if _document_in(changed, folder).get("store") != wanted.get("store"):
+        own = {
+            key: value for key, value in tomllib.loads(changed).get("store", {}).items() if key not in STORE_SETTINGS
+        }
+        changed = _edit_table(changed, "store", own | wanted.get("store", {}))
     if _document_in(changed, folder) != wanted:
         raise _unchangeable("agents or limits")
     return changed
@@ -82,7 +87,7 @@ def _edit_config(text: str, document: Document, folder: Path) -> str:
 
 def _normalize(document: Document, folder: Path) -> Document:
     """The document without defaults and services."""
-    tables = {name: document[name] for name in ("agents", "remote", *SECTIONS) if name in document}
+    tables = {name: document[name] for name in TABLES if name in document}
     return document_of(parse_config(tables, folder), SocietyFolder(folder))
 
 

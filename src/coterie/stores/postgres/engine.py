@@ -14,7 +14,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Se
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import psycopg
 
@@ -383,23 +383,49 @@ def _open(url: str, *, read_only: bool = False) -> StoreInfo:
 
 
 # Deleted rows leave free space in the files. PostgreSQL does not report its size, so the part in use is estimated: the
-# number of live rows times their average width, relative to the table. Indexes are taken to be filled like their table.
+# number of live rows times their average width, relative to the main file of the table. Indexes are taken to be filled
+# like it. Long values are in chunks in another table (TOAST); `avg_width` counts only the pointer to them.
 _SELECT_SIZES = """
-SELECT relname, n_live_tup, pg_total_relation_size(relid), pg_table_size(relid),
-       (SELECT sum(avg_width) FROM pg_stats WHERE pg_stats.schemaname = tables.schemaname AND tablename = relname)
-  FROM pg_stat_user_tables AS tables WHERE schemaname = current_schema() AND relname NOT IN ('blobs', 'pieces')
+SELECT tables.relname, tables.n_live_tup, pg_total_relation_size(tables.relid), pg_relation_size(tables.relid),
+       (SELECT sum(avg_width * (1 - null_frac)) FROM pg_stats
+         WHERE pg_stats.schemaname = tables.schemaname AND tablename = tables.relname),
+       coalesce(chunks.n_live_tup, 0), coalesce(pg_total_relation_size(chunks.relid), 0),
+       coalesce(pg_relation_size(chunks.relid), 0)
+  FROM pg_stat_user_tables AS tables JOIN pg_class ON pg_class.oid = tables.relid
+  LEFT JOIN pg_stat_all_tables AS chunks ON chunks.relid = pg_class.reltoastrelid
+ WHERE tables.schemaname = current_schema() AND tables.relname NOT IN ('blobs', 'pieces')
 """
 _ROW_HEADER_BYTES = 28
+_CHUNK_BYTES = 2_000
+"""Of a long value; four chunks fill a page."""
+
+
+class _TableSize(NamedTuple):
+    name: str
+    rows: int
+    total: int
+    """With indexes and chunks."""
+    main: int
+    width: float | None
+    """Average width of a row. None: the table was not analysed yet."""
+    chunks: int
+    chunks_total: int
+    """With their index."""
+    chunks_main: int
+
+    @property
+    def used(self) -> float:
+        filled = self.rows * (float(self.width) + _ROW_HEADER_BYTES) / self.main if self.width and self.main else 1.0
+        # The number of chunks is lost with the server's statistics, until the next vacuum.
+        chunks_filled = self.chunks * _CHUNK_BYTES / self.chunks_main if self.chunks else filled
+        return (self.total - self.chunks_total) * min(1.0, filled) + self.chunks_total * min(1.0, chunks_filled)
 
 
 def read_size(db: PgConnection) -> DatabaseSize:
-    file_bytes, used_bytes, rows = 0, 0.0, {}
-    for table, live, total, heap, width in db.execute(_SELECT_SIZES).fetchall():
-        filled = live * (int(width) + _ROW_HEADER_BYTES) / heap if width and heap else 1.0
-        file_bytes, used_bytes = file_bytes + total, used_bytes + total * min(1.0, filled)
-        if table in COUNTED_TABLES:
-            rows[table] = live
-    return DatabaseSize(file_bytes, int(used_bytes), rows, can_shrink=True)
+    tables = [_TableSize(*row) for row in db.execute(_SELECT_SIZES).fetchall()]
+    rows = {table.name: table.rows for table in tables if table.name in COUNTED_TABLES}
+    used = sum(table.used for table in tables)
+    return DatabaseSize(sum(table.total for table in tables), int(used), rows, can_shrink=True)
 
 
 def copy_to_sqlite(url: str, target: Path) -> None:

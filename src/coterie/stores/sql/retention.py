@@ -10,6 +10,7 @@ messages of tasks that are not done, what delayed and recurring messages refer t
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
@@ -23,7 +24,7 @@ import msgspec
 from coterie.clock import from_ms
 from coterie.messages import PERSON
 from coterie.retention_store import LastPrune, Pruned, Retention, StorageFigures, UnusedArtifacts
-from coterie.stores.sql.rows import Connection, get_meta, json_keys, set_meta
+from coterie.stores.sql.rows import IS_BUSY, Connection, get_meta, json_keys, set_meta
 from coterie.stores.sql.text_index import DeletedMessage, remove_from_index
 from coterie.stores.sql.unit_of_work import UnitOfWork
 
@@ -61,9 +62,12 @@ AND NOT EXISTS (SELECT 1 FROM schedules WHERE schedules.id = messages.schedule_i
 AND NOT EXISTS (SELECT 1 FROM messages AS later
                   LEFT JOIN tasks AS started ON started.id = coalesce(later.task, later.id)
                  WHERE later.parent_task = coalesce(messages.task, messages.id)
-                   AND (later.state = 'delayed' OR started.state IN ('working', 'waiting')))
+                   AND (later.state = 'delayed' OR started.state IN ('working', 'waiting')
+                     OR coalesce(later.task, later.id) IN (SELECT key FROM json_each(:busy))))
 AND NOT EXISTS (SELECT 1 FROM schedules WHERE schedules.sender = messages.recipient AND schedules.state <> 'ended'
                    AND schedules.cause = messages.id)
+-- A task that has ended may have a blocked turn. It goes on once the cause is removed, and needs the message then.
+AND coalesce(messages.task, messages.id) NOT IN (SELECT key FROM json_each(:busy))
 """
 _SELECT_MESSAGES = f"""
 SELECT messages.seq, messages.id, messages.created_at, coalesce(messages.task, messages.id), history.agent_id,
@@ -133,7 +137,7 @@ DELETE FROM tasks WHERE id IN (SELECT key FROM json_each(:ids)) AND {_IS_TASK_DE
    AND NOT EXISTS (SELECT 1 FROM messages WHERE messages.id = tasks.id) RETURNING id
 """
 _DELETE_TURNS = "DELETE FROM turns WHERE task IN (SELECT key FROM json_each(:ids))"
-_SELECT_BUSY_TASKS = "SELECT task, other_tasks FROM agents WHERE task IS NOT NULL OR other_tasks IS NOT NULL"
+_SELECT_BUSY_TASKS = f"SELECT task, other_tasks FROM agents WHERE {IS_BUSY} AND task IS NOT NULL"
 _SELECT_MODEL_CALLS = """
 SELECT at, task, CASE WHEN task IS NULL OR NOT EXISTS (SELECT 1 FROM tasks WHERE tasks.id = task) THEN 1 ELSE 0 END
   FROM llm_calls WHERE at >= :after AND at < :before ORDER BY at LIMIT :limit
@@ -171,9 +175,7 @@ DELETE FROM artifacts WHERE ref IN (SELECT key FROM json_each(:refs)) AND create
 RETURNING sha256
 """
 _SELECT_NAMED_BLOBS = "SELECT DISTINCT sha256 FROM artifacts WHERE sha256 IN (SELECT key FROM json_each(:hashes))"
-_SELECT_MESSAGE_AFTER = "SELECT created_at FROM messages WHERE seq >= :seq ORDER BY seq LIMIT 1"
-# Two subqueries: SQLite reads all rows for two aggregates of one query.
-_FIRST_AND_LAST = "SELECT (SELECT min(seq) FROM messages), (SELECT max(seq) FROM messages)"
+_SELECT_MESSAGE_FROM = "SELECT seq, created_at FROM messages WHERE seq >= :seq ORDER BY seq LIMIT 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +281,7 @@ class Pruner:
     async def execute(
         self, read: Callable[..., Awaitable[Any]], write: Callable[..., Awaitable[Pruned]]
     ) -> AsyncIterator[Pruned | None]:
-        """Run the steps with the methods of a store; yield what each transaction deleted, and None for a `Wait`."""
+        """Run the steps with the methods of a store; yield what each deleted, nothing for a read, None for a `Wait`."""
         steps, result = self.steps(), None
         while True:
             try:
@@ -289,6 +291,7 @@ class Pruner:
             result = None
             if isinstance(step, Read):
                 result = await read(step.run)
+                yield Pruned()
             elif isinstance(step, Wait):
                 yield None
             elif self.dry_run:
@@ -306,8 +309,7 @@ class Pruner:
         return self.now - age // _MS
 
     def _read_positions(self, db: Connection) -> Positions:
-        stored = get_meta(db, _POSITIONS)
-        positions = msgspec.json.decode(stored, type=Positions) if stored else Positions()
+        positions = _stored_positions(db)
         if self.full or self.now - positions.started >= FULL_PASS_INTERVAL // _MS:
             return Positions(started=self.now)
         return positions
@@ -315,26 +317,26 @@ class Pruner:
     def _prune_events(self, before: int) -> Steps:
         after = 0
         while True:
-            limit = self._sizes["events"]
-            rows = yield _read(_SELECT_EVENTS, after=after, limit=limit + 1)
+            rows = yield _read(_SELECT_EVENTS, after=after, limit=READ_ROWS + 1)
             # The last row read is the newest event, or is read again as the first of the next step.
-            old = [seq for seq, at in rows[:limit] if at < before]
+            old = [seq for seq, at in rows[:READ_ROWS] if at < before]
             old = old[: len(rows) - 1]
-            if not old:
-                return
-            after = old[-1]
-            delete = partial(_delete, kind="events", sql=_DELETE_EVENTS, upto=after)
-            yield Write("events", delete, Pruned(events=len(old)))
-            if len(old) < limit:
+            for part in self._parts("events", old):
+                after = part[-1]
+                delete = partial(_delete, kind="events", sql=_DELETE_EVENTS, upto=after)
+                yield Write("events", delete, Pruned(events=len(part)))
+            if len(old) < READ_ROWS:
                 return
 
     def _prune_dead(self, before: int) -> Steps:
         after = 0
-        while rows := (yield _read(_SELECT_DEAD, after=after, before=before, limit=self._sizes["dead"])):
+        while rows := (yield _read(_SELECT_DEAD, after=after, before=before, limit=READ_ROWS)):
             after = rows[-1][0]
-            if ids := [message_id for _, message_id, is_old in rows if is_old]:
-                delete = partial(_delete_dead, ids=json_keys(ids), before=before)
-                yield Write("dead", delete, Pruned(messages=len(ids)))
+            for part in self._parts("dead", [message_id for _, message_id, is_old in rows if is_old]):
+                delete = partial(_delete_dead, ids=json_keys(part), before=before)
+                yield Write("dead", delete, Pruned(messages=len(part)))
+            if len(rows) < READ_ROWS:
+                return
 
     def _prune_histories(self, before: int) -> Steps:
         after = ""
@@ -346,6 +348,8 @@ class Pruner:
                     continue
                 end = (_NEVER, _NEVER) if is_terminated else (upto, turn_no)
                 yield from self._prune_history(before, agent_id, *end)
+            if len(agents) < READ_ROWS:
+                return
 
     def _prune_history(self, before: int, agent_id: str, upto: int, turn_no: int) -> Steps:
         """`upto`: the last row that a summary stands for. `turn_no`: the newest turn."""
@@ -363,7 +367,7 @@ class Pruner:
 
     def _prune_messages(self, before: int, after: int) -> Generator[Read | Write | Wait, Any, int]:
         """Return the position of the last message that was looked at."""
-        while rows := (yield _read(_SELECT_MESSAGES, after=after, before=before, limit=READ_ROWS)):
+        while rows := (yield Read(partial(_select_messages, after=after, before=before))):
             old = [row for row in rows if row[2] < before]
             found = [
                 (message_id, task)
@@ -376,13 +380,12 @@ class Pruner:
                 delete = partial(_delete_messages, ids=ids, before=before)
                 yield Write("messages", delete, Pruned(messages=len(part)), touches=(PERSON,))
             after = old[-1][0] if old else after
-            if len(old) < len(rows):
+            if len(old) < READ_ROWS:
                 return after
         return after
 
     def _prune_tasks(self, before: int, after: int) -> Generator[Read | Write | Wait, Any, int]:
-        found = yield _read(_SELECT_BUSY_TASKS)
-        busy = {task for own, others in found for task in (own, *(others.split() if others else ()))}
+        busy = yield Read(_find_busy_tasks)
         while rows := (yield _read(_SELECT_TASKS, after=after, before=before, limit=READ_ROWS)):
             old = [row for row in rows if row[2] < before]
             found = [
@@ -398,27 +401,31 @@ class Pruner:
                     Pruned(tasks=len(part), turns=sum(turns for _, turns in part)),
                 )
             after = old[-1][0] if old else after
-            if len(old) < len(rows):
+            if len(old) < READ_ROWS:
                 return after
         return after
 
     def _prune_model_calls(self, before: int, after: int) -> Generator[Read | Write | Wait, Any, int]:
-        while rows := (yield _read(_SELECT_MODEL_CALLS, after=after, before=before, limit=self._sizes["model_calls"])):
-            upto = rows[-1][0]
-            count = sum(1 for _, task, is_loose in rows if is_loose or task in self._tasks)
-            if count:
-                delete = partial(_delete, kind="model_calls", sql=_DELETE_MODEL_CALLS, after=after, upto=upto)
-                yield Write("model_calls", delete, Pruned(model_calls=count))
-            after = upto + 1
+        while rows := (yield _read(_SELECT_MODEL_CALLS, after=after, before=before, limit=READ_ROWS)):
+            for part in self._parts(
+                "model_calls", [at for at, task, is_loose in rows if is_loose or task in self._tasks]
+            ):
+                delete = partial(_delete, kind="model_calls", sql=_DELETE_MODEL_CALLS, after=part[0], upto=part[-1])
+                yield Write("model_calls", delete, Pruned(model_calls=len(part)))
+            after = rows[-1][0] + 1
+            if len(rows) < READ_ROWS:
+                return after
         return after
 
     def _prune_schedules(self, before: int) -> Steps:
         after = ""
-        while rows := (yield _read(_SELECT_SCHEDULES, before=before, after=after, limit=self._sizes["schedules"])):
-            ids = [schedule_id for (schedule_id,) in rows]
-            after = ids[-1]
-            delete = partial(_delete, kind="schedules", sql=_DELETE_SCHEDULES, ids=json_keys(ids))
-            yield Write("schedules", delete, Pruned(schedules=len(ids)))
+        while rows := (yield _read(_SELECT_SCHEDULES, before=before, after=after, limit=READ_ROWS)):
+            after = rows[-1][0]
+            for part in self._parts("schedules", [schedule_id for (schedule_id,) in rows]):
+                delete = partial(_delete, kind="schedules", sql=_DELETE_SCHEDULES, ids=json_keys(part))
+                yield Write("schedules", delete, Pruned(schedules=len(part)))
+            if len(rows) < READ_ROWS:
+                return
 
     def _parts(self, table: str, rows: Sequence[T]) -> Iterator[Sequence[T]]:
         """Yield the rows of each transaction. Its size is read when the one before it has ended."""
@@ -492,8 +499,20 @@ def _delete_turns(db: Connection, uow: UnitOfWork, *, old: _OldTurns) -> Pruned:
     return Pruned(history=history, calls=calls, plans=plans)
 
 
+def _find_busy_tasks(db: Connection) -> set[str]:
+    """Tasks of open turns, also of blocked ones."""
+    found = db.execute(_SELECT_BUSY_TASKS).fetchall()
+    return {task for own, others in found for task in (own, *(others.split() if others else ()))}
+
+
+def _select_messages(db: Connection, *, after: int, before: int) -> list[Any]:
+    parameters = {"after": after, "before": before, "busy": json_keys(_find_busy_tasks(db)), "limit": READ_ROWS}
+    return db.execute(_SELECT_MESSAGES, parameters).fetchall()
+
+
 def _delete_messages(db: Connection, uow: UnitOfWork, *, ids: str, before: int) -> Pruned:
-    deleted = db.execute(_DELETE_MESSAGES, {"ids": ids, "before": before}).fetchall()
+    parameters = {"ids": ids, "before": before, "busy": json_keys(_find_busy_tasks(db))}
+    deleted = db.execute(_DELETE_MESSAGES, parameters).fetchall()
     for _, _, recipient, _, state, size in deleted:
         if recipient == PERSON and state == "pending":
             uow.mailbox(PERSON).remove_message(size)
@@ -516,6 +535,11 @@ def _delete_tasks(db: Connection, _: UnitOfWork, *, ids: str, before: int) -> Pr
     deleted = [task_id for (task_id,) in db.execute(_DELETE_TASKS, {"ids": ids, "before": before}).fetchall()]
     turns = db.execute(_DELETE_TURNS, {"ids": json_keys(deleted)}).rowcount if deleted else 0
     return Pruned(tasks=len(deleted), turns=turns)
+
+
+def _stored_positions(db: Connection) -> Positions:
+    stored = get_meta(db, _POSITIONS)
+    return msgspec.json.decode(stored, type=Positions) if stored else Positions()
 
 
 def _store_positions(db: Connection, _: UnitOfWork, *, positions: Positions) -> Pruned:
@@ -548,12 +572,18 @@ def find_named_blobs(db: Connection, hashes: Sequence[str]) -> set[str]:
 
 
 def find_time_after(db: Connection, fraction: float) -> int | None:
-    """Return when the messages begin that follow the oldest `fraction` of all, in ms; None if there is no message."""
-    first, last = db.execute(_FIRST_AND_LAST).fetchone()
-    if first is None:
+    """Return when the messages begin that follow the oldest `fraction` of all, in ms; None if there is no message.
+
+    The oldest are those after the position where the last run ended. Those before it could not be deleted then, and
+    most of their neighbours are gone, so their number does not follow from their positions.
+    """
+    last = db.execute("SELECT max(seq) FROM messages").fetchone()[0]
+    if last is None:
         return None
-    row = db.execute(_SELECT_MESSAGE_AFTER, {"seq": first + int((last - first) * fraction)}).fetchone()
-    return int(row[0])
+    row = db.execute(_SELECT_MESSAGE_FROM, {"seq": _stored_positions(db).messages + 1}).fetchone()
+    first = row[0] if row else last
+    seq = min(last, first + math.ceil((last - first + 1) * fraction))
+    return int(db.execute(_SELECT_MESSAGE_FROM, {"seq": seq}).fetchone()[1])
 
 
 # Figures
