@@ -17,6 +17,7 @@ from coterie.artifact_service import ArtifactService
 from coterie.clock import Clock
 from coterie.config import StoreSettings
 from coterie.errors import CoterieError, Refused
+from coterie.ids import new_id
 from coterie.retention_store import Pruned, Retention, RetentionStore, StorageFigures
 from coterie.supervision import SHORTEST_STEP_PAUSE, Pace, supervise
 
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 RUN_INTERVAL = timedelta(hours=1)
 OTHER_TRANSACTIONS = timedelta(seconds=15)
 """Longer than a transaction of another process takes, with its retries."""
+CLAIM_RENEWAL = timedelta(minutes=1)
 SHORTEST_KEPT = timedelta(days=1)
 """Never deleted to save space: the token limit counts the requests of a day."""
 GIGABYTE = 1_000_000_000
@@ -59,6 +61,8 @@ class RetentionService:
         self._store, self._artifacts, self._clock, self._settings = store, artifacts, clock, settings
         self._is_shared, self._lock = is_shared, asyncio.Lock()
         self._stopping = asyncio.Event()
+        self._process, self._claimed_at = new_id(), 0.0
+        """Names this process in its claims, and when the last one was made, by the monotonic clock."""
         self._loop: asyncio.Task[None] | None = None
         self._manual: asyncio.Task[None] | None = None
         self.run: PruneRun | None = None
@@ -131,9 +135,12 @@ class RetentionService:
     ) -> Pruned:
         """Delete all that is too old, and return the numbers of rows. A stop of the society ends it earlier.
 
-        `full`: look at all old rows, not only at those that became old since the last run.
+        `full`: look at all old rows, not only at those that became old since the last run. That is a run on request:
+        one of another process ends then. Without `full` it goes on, and nothing is deleted here.
         """
         async with self._lock:
+            if not dry_run and not await self._claim(takes_over=full):
+                return NOTHING
             retention = await self._read_retention()
             total = NOTHING
             on_progress(total, retention.messages)
@@ -141,17 +148,13 @@ class RetentionService:
             async for deleted in self._store.prune(retention, dry_run=dry_run, full=full):
                 total += deleted or NOTHING
                 on_progress(total, retention.messages)
-                if deleted == NOTHING and not self._stopping.is_set():
-                    continue  # a read: no caller has waited for it
                 grace = OTHER_TRANSACTIONS if deleted is None and self._is_shared else SHORTEST_STEP_PAUSE
-                if await self._pause(pace, grace, dry_run=dry_run):
+                if await self._pause(pace, grace, only_read=dry_run or deleted == NOTHING, dry_run=dry_run):
                     return total
             async for count in self._artifacts.delete_unused(retention.unused_artifacts, dry_run=dry_run):
                 total += Pruned(artifacts=count)
                 on_progress(total, retention.messages)
-                if not count and not self._stopping.is_set():
-                    continue
-                if await self._pause(pace, SHORTEST_STEP_PAUSE, dry_run=dry_run):
+                if await self._pause(pace, SHORTEST_STEP_PAUSE, only_read=dry_run or not count, dry_run=dry_run):
                     return total
             if dry_run:
                 return total
@@ -167,9 +170,20 @@ class RetentionService:
                          total.events)  # fmt: skip
             return total
 
-    async def _pause(self, pace: Pace, least: timedelta, *, dry_run: bool = False) -> bool:
-        """Pause, so that callers can write. True: the society stops."""
-        return self._stopping.is_set() if dry_run else await pace.pause(least)
+    async def _pause(self, pace: Pace, least: timedelta, *, only_read: bool = False, dry_run: bool = False) -> bool:
+        """End a step. True: the society stops, or another process took the run over.
+
+        Pauses, so that callers can write, unless the step has `only_read`: no caller waits for that.
+        """
+        if self._stopping.is_set() or (not only_read and await pace.pause(least)):
+            return True
+        is_old = self._clock.monotonic() - self._claimed_at >= CLAIM_RENEWAL.total_seconds()
+        return is_old and not dry_run and not await self._claim()
+
+    async def _claim(self, *, takes_over: bool = False) -> bool:
+        """Claim the run, or renew the claim. False: another process has it."""
+        self._claimed_at = self._clock.monotonic()
+        return await self._store.claim_prune(self._process, takes_over=takes_over)
 
     async def _read_retention(self) -> Retention:
         """What the settings say now. With `keep_gb` the age depends on how much is stored."""

@@ -109,8 +109,15 @@ class RetentionStore(Protocol):
         """The age of the messages that follow the oldest `fraction` of all. None: there is no message."""
         ...
 
+    async def claim_prune(self, process: str, *, takes_over: bool = False) -> bool:
+        """Claim a run for `process`, or renew its claim. False: another process has one that is not five minutes old.
+
+        `takes_over`: replace the claim of another process, whose next renewal fails then.
+        """
+        ...
+
     async def record_prune(self, deleted: Pruned) -> None:
-        """Store what a run has deleted, as `StorageFigures.last_prune`."""
+        """Store what a run has deleted, as `StorageFigures.last_prune`, and end its claim."""
         ...
 
     async def release_space(self) -> bool:

@@ -25,7 +25,7 @@ from .oracle import Oracle, Violation
 from .simulation import Job, Simulation, Worker
 from .world import World
 
-SEEDS, ON_POSTGRES, FULL = 60, 5, 1_000
+SEEDS, ON_POSTGRES, FULL = 60, 6, 1_000
 KEPT = Retention(messages=timedelta(seconds=60), dead_letters=timedelta(seconds=60), events=timedelta(seconds=60))
 ENOUGH = {
     "messages": 400,

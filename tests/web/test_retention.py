@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from coterie.stores.sql.retention import Pruner
 from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
 from coterie.turn import Rules
+from tests.engines import Postgres
 from tests.pruning import pruned
 from tests.stores.task_steps import said
 
@@ -206,6 +207,57 @@ async def test_a_stop_waits_for_one_read_and_not_for_those_after_it(
     done, _ = await asyncio.wait([stopping], timeout=5)
     assert done, "the stop waits for the next read"
     assert reads == 2
+    await store.close()
+
+
+async def test_a_run_of_more_than_an_hour_is_not_joined_by_another_process(
+    shared: Postgres, tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = [await shared.open(tmp_path, clock) for _ in range(2)]
+    blobs = FolderBlobStore(tmp_path / "artifacts")
+    services = [
+        RetentionService(
+            store, ArtifactService(store, blobs, clock, max_file_bytes=1), clock, StoreSettings, is_shared=True
+        )
+        for store in stores
+    ]
+    begun = 0
+
+    async def execute(*_: Any) -> AsyncIterator[Pruned | None]:
+        nonlocal begun
+        begun += 1
+        for _minute in range(61):
+            await clock.wait(asyncio.Event(), timedelta(minutes=1))
+            yield Pruned()
+
+    monkeypatch.setattr(Pruner, "execute", execute)
+    for service in services:
+        service.start()
+        await clock.advance(minutes=10)
+    await clock.advance(minutes=80)
+    assert begun == 1, "the second process is due at minute 70"
+    assert (await stores[1].storage()).last_prune is None
+    await clock.advance(minutes=25)
+    assert (await stores[1].storage()).last_prune is not None
+    await asyncio.gather(*(service.stop() for service in services))
+    await asyncio.gather(*(store.close() for store in stores))
+
+
+async def test_the_claim_of_a_dead_process_expires_and_a_request_takes_it_over(
+    shared: Postgres, tmp_path: Path, clock: FakeClock
+) -> None:
+    store = await shared.open(tmp_path, clock)
+    assert await store.claim_prune("first") and await store.claim_prune("first")
+    await clock.advance(minutes=4)
+    assert not await store.claim_prune("second")
+    assert await store.claim_prune("first"), "each renewal counts from its own time"
+    await clock.advance(minutes=4)
+    assert not await store.claim_prune("second")
+    await clock.advance(minutes=2)
+    assert await store.claim_prune("second") and not await store.claim_prune("first")
+    assert await store.claim_prune("first", takes_over=True) and not await store.claim_prune("second")
+    await store.record_prune(Pruned())
+    assert await store.claim_prune("second")
     await store.close()
 
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
+import msgspec
 import psycopg
 
 from coterie.artifacts import HEAD_BYTES, StoredBlob
@@ -55,7 +56,7 @@ from coterie.stores.postgres.writer import Writer
 from coterie.stores.sql.claims import EagerClaimer
 from coterie.stores.sql.jobs import Result, run_read
 from coterie.stores.sql.migrations import migrate_postgres, require_newest_postgres, schema_scripts
-from coterie.stores.sql.retention import COUNTED_TABLES, DatabaseSize
+from coterie.stores.sql.retention import COUNTED_TABLES, PRUNE_CLAIM, DatabaseSize
 from coterie.stores.sql.rows import Connection, get_meta, make_secret, read_secret
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sql.unit_of_work import UnitOfWork
@@ -331,6 +332,11 @@ class PostgresStore(SqlStore):
     async def _read_size(self) -> DatabaseSize:
         return await self._read(read_size)
 
+    async def claim_prune(self, process: str, *, takes_over: bool = False) -> bool:
+        return await self._transact(
+            lambda db, uow: _claim_prune(db, uow.now, process, takes_over=takes_over), durable=False, alone=True
+        )
+
     async def release_space(self) -> bool:
         """PostgreSQL reuses the space of deleted rows itself."""
         return False
@@ -426,6 +432,30 @@ def read_size(db: PgConnection) -> DatabaseSize:
     rows = {table.name: table.rows for table in tables if table.name in COUNTED_TABLES}
     used = sum(table.used for table in tables)
     return DatabaseSize(sum(table.total for table in tables), int(used), rows, can_shrink=True)
+
+
+PRUNE_CLAIM_EXPIRY = timedelta(minutes=5)
+"""After this time without a renewal, another process may begin a run."""
+
+
+class _PruneClaim(msgspec.Struct):
+    """The value of `PRUNE_CLAIM` in `meta`."""
+
+    process: str
+    at: int
+
+
+def _claim_prune(db: Connection, now: int, process: str, *, takes_over: bool) -> bool:
+    """See `RetentionStore.claim_prune`. The write compares the value again: other processes may claim meanwhile."""
+    before, claim = get_meta(db, PRUNE_CLAIM), msgspec.json.encode(_PruneClaim(process, now)).decode()
+    if before is None:
+        sql = "INSERT INTO meta (key, value) VALUES (:key, :claim) ON CONFLICT (key) DO NOTHING"
+        return db.execute(sql, {"key": PRUNE_CLAIM, "claim": claim}).rowcount == 1
+    held = msgspec.json.decode(before, type=_PruneClaim)
+    if held.process != process and now - held.at < PRUNE_CLAIM_EXPIRY // _MS and not takes_over:
+        return False
+    sql = "UPDATE meta SET value = :claim WHERE key = :key AND value = :before"
+    return db.execute(sql, {"key": PRUNE_CLAIM, "claim": claim, "before": before}).rowcount == 1
 
 
 def copy_to_sqlite(url: str, target: Path) -> None:

@@ -54,6 +54,10 @@ class SqlDatabase(ABC):
         """True if no other process runs this society."""
         return True
 
+    async def claim_prune(self, process: str, *, takes_over: bool = False) -> bool:
+        """Claim a run of the deletion of old data, or renew the claim. True, where there is no other process."""
+        return True
+
     @property
     def write_count(self) -> int:
         return self._write_count

@@ -590,6 +590,8 @@ def find_time_after(db: Connection, fraction: float) -> int | None:
 
 COUNTED_TABLES = ("agents", "messages", "history", "tasks", "calls", "llm_calls", "events", "artifacts")
 _LAST_PRUNE = "last_prune"
+PRUNE_CLAIM = "prune_claim"
+"""Key in `meta` of the claim of a run, where several processes share the store."""
 
 
 class DatabaseSize(NamedTuple):
@@ -608,6 +610,8 @@ class _StoredPrune(msgspec.Struct):
 
 
 def record_prune(db: Connection, now: int, deleted: Pruned) -> None:
+    """Store what a run has deleted, and end its claim."""
+    db.execute("DELETE FROM meta WHERE key = :key", {"key": PRUNE_CLAIM})
     set_meta(db, _LAST_PRUNE, msgspec.json.encode(_StoredPrune(now, asdict(deleted))).decode())
 
 
