@@ -123,7 +123,7 @@ class RetentionService:
     async def _run_if_due(self) -> None:
         """Run unless another process has run within the hour."""
         last = (await self._store.storage()).last_prune if self._is_shared else None
-        if last is None or self._clock.now() - last.at >= RUN_INTERVAL * 0.9:
+        if last is None or last.age >= RUN_INTERVAL * 0.9:
             await self.prune(full=False)
 
     async def prune(

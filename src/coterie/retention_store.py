@@ -54,6 +54,8 @@ class LastPrune:
     """The last run that deleted what was too old."""
 
     at: datetime
+    age: timedelta
+    """By the clock that all processes share."""
     deleted: Pruned
 
 

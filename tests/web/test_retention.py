@@ -243,6 +243,28 @@ async def test_a_run_of_more_than_an_hour_is_not_joined_by_another_process(
     await asyncio.gather(*(store.close() for store in stores))
 
 
+@pytest.mark.parametrize(("hours", "runs"), [(2, 1), (0, 0)])
+async def test_the_clock_of_a_process_does_not_decide_whether_a_run_is_due(
+    hours: int, runs: int, shared: Postgres, tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, wrong = await shared.open(tmp_path, clock), FakeClock(clock.now() + timedelta(days=1 if runs == 0 else -1))
+    artifacts = ArtifactService(store, FolderBlobStore(tmp_path / "artifacts"), wrong, max_file_bytes=1)
+    service, begun = RetentionService(store, artifacts, wrong, StoreSettings, is_shared=True), list[Pruned]()
+
+    async def execute(*_: Any) -> AsyncIterator[Pruned | None]:
+        begun.append(Pruned())
+        yield Pruned()
+
+    monkeypatch.setattr(Pruner, "execute", execute)
+    await store.record_prune(Pruned())
+    await clock.advance(hours=hours)
+    service.start()
+    await wrong.advance(hours=1)
+    await service.stop()
+    assert len(begun) == runs
+    await store.close()
+
+
 async def test_the_claim_of_a_dead_process_expires_and_a_request_takes_it_over(
     shared: Postgres, tmp_path: Path, clock: FakeClock
 ) -> None:

@@ -615,7 +615,11 @@ def record_prune(db: Connection, now: int, deleted: Pruned) -> None:
     set_meta(db, _LAST_PRUNE, msgspec.json.encode(_StoredPrune(now, asdict(deleted))).decode())
 
 
-def read_figures(db: Connection, size: DatabaseSize) -> StorageFigures:
+def _last_prune(stored: _StoredPrune, now: int) -> LastPrune:
+    return LastPrune(at=from_ms(stored.at), age=(now - stored.at) * _MS, deleted=Pruned(**stored.deleted))
+
+
+def read_figures(db: Connection, size: DatabaseSize, now: int) -> StorageFigures:
     stored = get_meta(db, _LAST_PRUNE)
     last = msgspec.json.decode(stored, type=_StoredPrune) if stored else None
     oldest = db.execute("SELECT created_at FROM messages ORDER BY seq LIMIT 1").fetchone()
@@ -626,6 +630,6 @@ def read_figures(db: Connection, size: DatabaseSize) -> StorageFigures:
         artifact_bytes=int(artifact_bytes),
         rows=size.rows,
         oldest=from_ms(oldest[0]) if oldest else None,
-        last_prune=LastPrune(at=from_ms(last.at), deleted=Pruned(**last.deleted)) if last else None,
+        last_prune=_last_prune(last, now) if last else None,
         can_shrink=size.can_shrink,
     )

@@ -605,8 +605,8 @@ class SqlStore(SqlOverview):
         return await self._read(lambda db: retention.find_named_blobs(db, hashes))
 
     async def storage(self) -> StorageFigures:
-        size = await self._read_size()
-        return await self._read(lambda db: retention.read_figures(db, size))
+        size, now = await self._read_size(), await self._now_ms()
+        return await self._read(lambda db: retention.read_figures(db, size, now))
 
     async def age_beyond(self, fraction: float) -> timedelta | None:
         at = await self._read(lambda db: retention.find_time_after(db, fraction))
