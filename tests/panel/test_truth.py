@@ -615,7 +615,12 @@ async def test_a_short_drop_shows_nothing_and_after_any_drop_the_page_is_right_a
     panel: Panel, is_long: bool, words: Words
 ) -> None:
     """The clock of the page stands still: how long the drop lasts does not depend on the machine."""
+
+    async def is_live() -> bool:
+        return panel.streams == 1
+
     page = await panel.open(locale=words.locale)
+    await eventually(is_live)  # before that there is no stream to drop
     panel.allow("Failed to load resource|ERR_|net::")
     await page.evaluate(WATCH_CHIP)
     await page.clock.install()

@@ -283,9 +283,9 @@ async def test_the_claim_of_a_dead_process_expires_and_a_request_takes_it_over(
     await store.close()
 
 
-@pytest.mark.parametrize(("kept", "runs"), [(1, 1), (150, 4)])
+@pytest.mark.parametrize(("kept", "runs", "rounds"), [(1, 1, 5), pytest.param(150, 4, 10, marks=pytest.mark.full)])
 async def test_the_size_stays_at_its_limit_though_the_oldest_messages_cannot_be_deleted(
-    tmp_path: Path, clock: FakeClock, kept: int, runs: int
+    tmp_path: Path, clock: FakeClock, kept: int, runs: int, rounds: int
 ) -> None:
     store = await SqliteStore.open(tmp_path / "data", clock)
     artifacts = ArtifactService(store, FolderBlobStore(tmp_path / "artifacts"), clock, max_file_bytes=1_000)
@@ -296,7 +296,7 @@ async def test_the_size_stays_at_its_limit_though_the_oldest_messages_cannot_be_
         await store.advance(claim, said("an answer"), RULES)
     settings, sizes = StoreSettings(), list[float]()
     service = RetentionService(store, artifacts, clock, lambda: settings, is_shared=False)
-    for _ in range(10):
+    for _ in range(rounds):
         for number in range(400):
             await store.send(make_envelope(sender="ada", to="user", payload={"text": f"{number} " + "x" * 2_000}))
             await clock.advance(hours=6)
