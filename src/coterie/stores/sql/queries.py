@@ -307,7 +307,7 @@ _PLANS = f"SELECT {_PLAN_COLUMNS} FROM plans WHERE seq < :before ORDER BY seq DE
 # The same order, but along the index of one agent's plans. It begins at the plan `before`, if that still exists.
 _PLANS_OF = f"""
 SELECT {_PLAN_COLUMNS} FROM plans WHERE agent_id = :agent_id AND seq < :before
-   AND turn_no <= coalesce((SELECT turn_no FROM plans WHERE seq = :before AND agent_id = :agent_id), 1152921504606846976)
+   AND turn_no <= coalesce((SELECT turn_no FROM plans WHERE seq = :before AND agent_id = :agent_id), 999999999999999)
  ORDER BY turn_no DESC, step_no DESC LIMIT :limit
 """
 _CALLS = """
