@@ -16,7 +16,8 @@ from coterie.llm.config import ServiceEntry, ServiceRegistry
 from coterie.store import Store
 from coterie.stores.sql.store import SqlStore
 from coterie.testing import Calls, Says
-from coterie.testing.model_server import ReceivedRequest
+from coterie.testing.model_server import CustomReply, ReceivedRequest, Reply
+from tests.agent.held_answer import HeldAnswer
 from tests.agent.stage import Bell, Stage, each, stage
 from tests.llm.harness import Harness
 
@@ -57,13 +58,17 @@ async def test_an_empty_list_of_tools_leaves_only_send_message(tmp_path: Path) -
     async with stage(tmp_path, agents="[agents.ada]\n[agents.eve]\ntools = []\n") as here:
         role = Calls("create_role", {"name": "toolless", "prompt": "x", "tools": []})
         spawn = Calls("spawn_agent", {"role": "toolless", "id": "kid", "task": "go"})
+        done = HeldAnswer()
+        kid: list[Reply] = [CustomReply(done.stream)]
         here.server.default = each(
-            ada=[Says(calls=(role, spawn)), "made", "heard"], kid=["done"], eve=["hello"], web=["hello"]
+            ada=[Says(calls=(role, spawn)), "made", "heard"], kid=kid, eve=["hello"], web=["hello"]
         )
         await here.society.create_agent(id="web", prompt="x", tools=[])
         await here.say("go")
         await here.say("go", to="eve")
         await here.say("go", to="web")
+        await here.texts(3)
+        done.may_end.set()
         await here.texts(4)
         assert {name: offered(asked_by(here, name)[0]) for name in ("kid", "eve", "web")} == {
             name: {"send_message"} for name in ("kid", "eve", "web")

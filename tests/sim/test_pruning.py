@@ -88,6 +88,12 @@ class PruningSimulation(Simulation):
         if before != self._views():
             raise Violation("a deletion has changed what a model is shown")
 
+    def _drain(self) -> None:
+        """Also finish the deletion that has begun, and run another one."""
+        super()._drain()
+        for _ in range(2):
+            self._prune(100_000)
+
     def _views(self) -> dict[str, HistoryView]:
         """What models are shown. A terminated agent has none."""
         agents = self.world.rows("SELECT id FROM agents WHERE kind = 'agent' AND state <> 'terminated'")
